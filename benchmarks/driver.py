@@ -1,22 +1,24 @@
 """CPU time and memory of a PPO step in the driver, per sampled token, part by part.
 
 The step is walked as `stages/ppo.py` walks it, over workers of a real Ray whose models are noise: answers of unequal
-lengths, the log of rollouts, the rows to measure and what is measured, advantages (gae, KL in the reward), the rows of
-policy and value model, and one update of each.
+lengths, the log of rollouts, the sequences to measure and their log-probs and values, advantages (gae, KL in the reward),
+and one update of policy and value model.
 
     python -m benchmarks.driver --answers 1024 --tokens 4096
-    python -m benchmarks.driver --before v0.1.0     # the same on a revision, in the same run
+    python -m benchmarks.driver --before v0.1.0     # the same on a revision since columns, in the same run
 """
 
 import argparse
 import ctypes
 import gc
+import importlib.util
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +27,13 @@ RANKS = 2
 VOCABULARY = 150_000
 KL = 0.05
 IDLE, IDLE_S = "an idle driver, in the same time", 5.0
+WORKERS, WALL = "the workers' CPU, with the making of noise", "seconds on the clock"
 Figures = dict[str, tuple[float, float]]  # microseconds and bytes a token of each part
 
 
-def numbers(kind: str, row: Any) -> Any:
-    """Return an array as the numbers per token of a sample: a tuple in revisions before columns."""
-    from rlhf_core import types
-
-    return types.Column(kind, row) if hasattr(types, "Column") else tuple(row.tolist())
+def is_flat() -> bool:
+    """True if a step is flat arrays in this revision, and not one object for each sequence."""
+    return importlib.util.find_spec("rlhf_core.sequences") is not None
 
 
 def anonymous() -> int:
@@ -47,7 +48,7 @@ class Clock:
     """CPU seconds of this process since the last part, or the bytes that it holds, without shared memory."""
 
     def __init__(self, tokens: int, measured: str) -> None:
-        self._tokens = tokens
+        self.tokens = tokens
         self._read = {"seconds": time.process_time, "bytes": anonymous}[measured]
         self.parts: dict[str, float] = {}
         self.began = time.monotonic()
@@ -61,35 +62,26 @@ class Clock:
         """Note a part: seconds a token for it, or bytes a token held after it."""
         now = self._read()
         seconds = self._read is time.process_time
-        self.parts[part] = (now - (self._last if seconds else self._first)) / self._tokens
+        self.parts[part] = (now - (self._last if seconds else self._first)) / self.tokens
         self._last = now
 
 
-def unpacked(samples: Any) -> Any:
-    """Return what a worker does with its argument."""
-    try:
-        from rlhf_core.runtime.pieces import opened
-    except ImportError:  # a revision without pieces
-        return samples
-    return opened(samples)
+def open_samples(samples: Any) -> Any:
+    """Return the samples as a worker reads them."""
+    if not is_flat():
+        from rlhf_core.runtime.pieces import opened  # type: ignore[import-not-found,import-untyped]
+
+        return opened(samples)
+    from rlhf_core.runtime.train_worker import open_here
+
+    return open_here(samples).copy()
 
 
-def rows_of(experience: Any) -> tuple[Any, Any]:
-    """Return the rows of policy and value model."""
-    from rlhf_core.training import experience as made
-
-    if hasattr(made, "in_blocks"):
-        from rlhf_core.config.policy import PPOConfig
-
-        config = PPOConfig(samples_per_prompt=1, advantage={"type": "gae"}, kl={"in": "reward", "coef": KL})
-        weights = dict.fromkeys((one.prompt.source for one in experience.rollouts), 0.0)
-        settings: Any = {"function": None, "turn_weights": weights, "greedy": (), "kl_coef": KL, "seed": 0}
-        return made.rows_to_train(experience, config, **settings)[:2]
-    from rlhf_core.algorithms.advantage.token import GAEAdvantage  # a revision that computes a step as a whole
-
-    estimator = GAEAdvantage(type="gae")
-    advantages = made.estimate_advantages(experience, estimator=estimator, group_size=1, kl_coef=KL)
-    return made.policy_samples(experience, advantages), made.value_samples(experience, advantages)
+def count_numbers(samples: Any) -> float:
+    """Return how many numbers per token there are, after a look at each."""
+    if is_flat():
+        return float(sum(map(len, (samples.token_ids, samples.loss_mask, *samples.fields.values()))))
+    return float(sum(len(getattr(one, name)) for one in samples for name in one.__dataclass_fields__))
 
 
 class Noise:
@@ -98,30 +90,44 @@ class Noise:
     def generate(self, requests: Any, sampling: Any) -> Any:
         import numpy as np
 
-        from rlhf_core.types import Completion
+        from rlhf_core.types import Column, Completion, SamplingRequest
 
         made = []
-        for one in requests:
+        for one in (SamplingRequest(*each) if isinstance(each, tuple) else each for each in requests):
             dice, tokens = np.random.default_rng(one.seed), sampling.max_tokens
             length = int(dice.integers(tokens // 2, tokens + 1))
-            ids = numbers("i", dice.integers(0, VOCABULARY, length, dtype=np.int32))
-            logprobs = numbers("f", -dice.random(length, dtype=np.float32))
+            ids = Column("i", dice.integers(0, VOCABULARY, length, dtype=np.int32))
+            logprobs: Column[float] = Column("f", -dice.random(length, dtype=np.float32))
             made.append(Completion(ids, logprobs, "x", "stop", 0, one.seed))
-        return made
+        if not is_flat():
+            return made
+        from rlhf_core.runtime.packed_completions import pack
+
+        return pack(made)
 
     def logprobs(self, lease: str, samples: Any, **keywords: Any) -> Any:
         import numpy as np
 
+        from rlhf_core.types import Column
+
         dice = np.random.default_rng(len(samples))
-        return [numbers("f", -dice.random(len(one.token_ids), dtype=np.float32)) for one in samples]
+        if is_flat():
+            return -dice.random(len(open_samples(samples).token_ids), dtype=np.float32)
+        return [Column("f", -dice.random(len(one.token_ids), dtype=np.float32)) for one in samples]
 
     def values(self, lease: str, samples: Any) -> Any:
         return self.logprobs(lease, samples)
 
+    def compute(self, lease: str, function: Any, *arguments: Any) -> Any:
+        from rlhf_core.runtime.train_worker import open_here
+
+        return function(*map(open_here, arguments))
+
     def forward_backward(self, lease: str, samples: Any, objective: Any, denominators: Any) -> dict[str, float]:
-        samples = unpacked(samples)
-        read = sum(len(getattr(one, name)) for one in samples for name in one.__dataclass_fields__)
-        return {"read": float(read)}
+        return {"read": count_numbers(open_samples(samples))}
+
+    def cpu(self) -> float:
+        return time.process_time()
 
     def pid(self) -> int:
         """Import what the other methods use."""
@@ -148,18 +154,17 @@ def walk(answers: int, tokens: int) -> Figures:
     apart: Any = _here
     connect(RANKS)
     groups: list[WorkerGroup] = []
-    try:
-        from rlhf_core.rows import holds
-        from rlhf_core.runtime.pieces import Leaves, packed
-    except ImportError:  # a revision whose workers leave nothing
-        pass
-    else:
+    if not is_flat():  # workers leave columns with Ray
+        from rlhf_core.rows import holds  # type: ignore[import-not-found,import-untyped]
+        from rlhf_core.runtime.pieces import Leaves, packed  # type: ignore[import-not-found,import-untyped]
+
         worker = type("LeavingNoise", (Leaves, Noise), {})
 
         def apart(function: Any, /, *arguments: Any, **keywords: Any) -> Any:
             if not holds(arguments):
                 return function(*arguments, **keywords)
-            return groups[1].call_first("policy", "apart", function, packed((arguments, keywords)))
+            group: Any = groups[1]
+            return group.call_first("policy", "apart", function, packed((arguments, keywords)))
 
     for kind, error in (("sampler", SamplingError), ("trainer", TrainingError)):
         actors = [ray.remote(worker).options(num_cpus=0).remote() for _ in range(RANKS)]
@@ -175,8 +180,15 @@ def walk(answers: int, tokens: int) -> Figures:
     for size in ((16, 64), (64, 8192)):  # the first step of a kind imports
         walked(*size, "seconds")
     held = walked(answers, tokens, "bytes").parts
+
+    def workers() -> float:
+        return float(sum(seconds for group in groups for seconds in group.call("any", "cpu")))
+
+    before = workers()
     clock = walked(answers, tokens, "seconds")  # a step of its own, since a look at the memory slows what follows
     took = time.monotonic() - clock.began
+    clock.parts[WORKERS] = (workers() - before) / clock.tokens
+    clock.parts[WALL] = took / clock.tokens
     clock.skip()
     time.sleep(IDLE_S)
     clock.ended(IDLE)
@@ -190,63 +202,115 @@ def _here(function: Any, *arguments: Any, **keywords: Any) -> Any:
 
 
 def step(folder: Path, sampler: Any, trainer: Any, apart: Any, answers: int, tokens: int, measured: str) -> Clock:
-    """Make a step as `stages/ppo.py` does, with its log in `folder`; return the clock with what is measured of its parts."""
+    """Make a step as `stages/ppo.py` does, with its log in `folder`; return the clock with the figures of its parts."""
     import numpy as np
 
     from rlhf_core.config.engines import SamplingConfig
     from rlhf_core.data.shards import RolloutLog
-    from rlhf_core.training import experience as made
-    from rlhf_core.training.objectives.base import PolicyObjective, ValueObjective
-    from rlhf_core.types import Message, Prompt, Rollout, SamplingRequest
+    from rlhf_core.types import Column, Message, Prompt, Rollout, SamplingRequest
 
     dice = np.random.default_rng(0)
-    asked = [numbers("i", dice.integers(0, VOCABULARY, PROMPT, dtype=np.int32)) for _ in range(answers // 8)]
+    asked = [Column("i", dice.integers(0, VOCABULARY, PROMPT, dtype=np.int32)) for _ in range(answers // 8)]
     prompts = [Prompt(str(at), (Message("user", "q"),), "", "") for at in range(len(asked))]  # of all its answers
     requests: Any = [SamplingRequest(asked[at // 8], at) for at in range(answers)]
     lengths = sum(int(np.random.default_rng(at).integers(tokens // 2, tokens + 1)) for at in range(answers))
     clock = Clock(lengths, measured)
     completions = sampler.generate(requests, SamplingConfig(max_tokens=tokens))
-    rollouts = shared(
+    rollouts: Any = [
         Rollout(prompts[at // 8], requests[at].prompt_ids, one, float(at % 3), {}) for at, one in enumerate(completions)
-    )
+    ]
+    if not is_flat():
+        from rlhf_core.rows import Shared  # type: ignore[import-not-found,import-untyped]
+
+        rollouts = Shared(rollouts)
+    del completions
     clock.ended("receive the answers")
-    apart(RolloutLog(folder).write, 0, rollouts, {}, policy="p")
+    log = RolloutLog(folder)
+    apart(log.write, 0, rollouts, {}, policy="p")
+    if is_flat():
+        log.wait()  # it is written in a thread of the driver while models measure
     clock.ended("write the log of rollouts")
-    samples = sampled(rollouts, apart)
-    clock.ended("rows to measure")
-    old, ref = (trainer.logprobs(samples, temperature=1.0) for _ in range(2))
-    values = trainer.values(samples)
-    clock.ended("measure them with policy, reference and value model")
-    rows = apart(rows_of, made.Experience(rollouts, samples, old, ref, values))
-    clock.ended("advantages, and the rows of policy and value model")
-    objectives = policy_objective(PolicyObjective), ValueObjective(clip=None)
-    read = [trainer.forward_backward(each, objective)["read"] for each, objective in zip(rows, objectives, strict=True)]
-    clock.ended("count, deal and send them, each once")
-    whole = sum(len(one.token_ids) for one in samples)
+    read = (update_flat if is_flat() else update_rows)(rollouts, trainer, apart, clock)
+    whole = sum(len(one.prompt_ids) + len(one.completion.token_ids) for one in rollouts)
     assert read == [6.0 * whole, 4.0 * whole]
     return clock
 
 
-def shared(rollouts: Any) -> Any:
-    """Return the rollouts of a step."""
-    try:
-        from rlhf_core.rows import Shared
-    except ImportError:  # a revision that pickles them for each worker
-        return list(rollouts)
-    return Shared(rollouts)
+MEASURE = "measure them with policy, reference and value model"
+ESTIMATE = "advantages, and the rows of policy and value model"
+SEND = "count, deal and send them, each once"
 
 
-def sampled(rollouts: Any, apart: Any) -> Any:
-    """Return the samples to measure."""
+def ppo_config() -> Any:
+    from rlhf_core.config.policy import PPOConfig
+
+    return PPOConfig(samples_per_prompt=1, advantage={"type": "gae"}, kl={"in": "reward", "coef": KL})
+
+
+def update_flat(rollouts: Any, trainer: Any, apart: Any, clock: Clock) -> list[float]:
+    """Measure and train on a step of flat arrays; return how many numbers per token each worker has read."""
+    from dataclasses import replace
+
+    import numpy as np
+
+    from rlhf_core.sequences import Subset
+    from rlhf_core.training.experience import Experience, estimate_step
+
+    sampled = Experience.of(rollouts)
+    sampled = replace(sampled, sequences=trainer.keep(sampled.sequences))
+    clock.ended("rows to measure")
+    rows = np.arange(len(rollouts))
+    tokens = Subset(sampled.sequences.select_fields(), rows)
+    old, ref = (trainer.logprobs(tokens, temperature=1.0) for _ in range(2))
+    outputs = {"old_logprobs": old, "ref_logprobs": ref, "old_values": trainer.values(tokens)}
+    sequences = sampled.sequences.with_fields(**outputs)
+    clock.ended(MEASURE)
+    settings: Any = {"answers": sampled.answers, "teachers": (), "config": ppo_config(), "function": None}
+    settings |= {"turn_weights": [0.0] * len(rows), "greedy": (), "kl_coef": KL, "seed": 0}
+    estimate = trainer.compute(partial(estimate_step, **settings), sequences)
+    batch = sequences.with_fields(advantages=estimate.advantages, returns=estimate.returns)
+    clock.ended(ESTIMATE)
+    names = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages"), ("old_values", "returns")
+    parts = [Subset(batch.select_fields(*each), estimate.rows) for each in names]
+    read = [trainer.forward_backward(part, one)["read"] for part, one in zip(parts, objectives(), strict=True)]
+    clock.ended(SEND)
+    return read
+
+
+def update_rows(rollouts: Any, trainer: Any, apart: Any, clock: Clock) -> list[float]:
+    """`update_flat` of a revision with one object for each sequence."""
     from rlhf_core import types
     from rlhf_core.training import experience
 
-    if hasattr(types, "token_samples"):
-        return apart(types.token_samples, rollouts)
-    before: Any = experience
-    if hasattr(before, "token_samples"):
-        return before.token_samples(rollouts, apart)
-    return tuple(map(before.token_sample, rollouts))
+    made: Any = experience
+    old_types: Any = types
+    samples = apart(old_types.token_samples, rollouts)
+    clock.ended("rows to measure")
+    old, ref = (trainer.logprobs(samples, temperature=1.0) for _ in range(2))
+    measured = made.Experience(rollouts, samples, old, ref, trainer.values(samples))
+    clock.ended(MEASURE)
+    rows = apart(rows_to_train, measured)
+    clock.ended(ESTIMATE)
+    read = [trainer.forward_backward(each, one)["read"] for each, one in zip(rows, objectives(), strict=True)]
+    clock.ended(SEND)
+    return read
+
+
+def rows_to_train(measured: Any) -> Any:
+    """Return the rows of policy and value model."""
+    from rlhf_core.training import experience
+
+    made: Any = experience
+    weights = dict.fromkeys((one.prompt.source for one in measured.rollouts), 0.0)
+    settings: Any = {"function": None, "turn_weights": weights, "greedy": (), "kl_coef": KL, "seed": 0}
+    return made.rows_to_train(measured, ppo_config(), **settings)[:2]
+
+
+def objectives() -> Any:
+    """Return the objectives of policy and value model."""
+    from rlhf_core.training.objectives.base import PolicyObjective, ValueObjective
+
+    return policy_objective(PolicyObjective), ValueObjective(clip=None)
 
 
 def policy_objective(kind: Any) -> Any:
@@ -289,7 +353,7 @@ def main() -> int:
     root = Path(__file__).resolve().parents[1]
     sides = {}
     for revision in given.before:
-        from benchmarks.measure import (
+        from benchmarks.sides import (
             tree_at,  # not above: older revisions, which `--json` runs in, have no such function
         )
 
@@ -301,12 +365,13 @@ def main() -> int:
     )
     print("| part |" + "".join(f" us, {name} | bytes held, {name} |" for name in sides))
     print("|---|" + "--:|--:|" * len(sides))
-    idle = {name: side.pop(IDLE) for name, side in sides.items()}
+    others = {part: {name: side.pop(part) for name, side in sides.items()} for part in (IDLE, WORKERS, WALL)}
     for part in sides["now"]:
         print(f"| {part} |" + "".join(f" {side[part][0]:.4f} | {side[part][1]:.0f} |" for side in sides.values()))
     whole = [(sum(us for us, _ in side.values()), max(held for _, held in side.values())) for side in sides.values()]
     print("| in all (most held) |" + "".join(f" {us:.4f} | {held:.0f} |" for us, held in whole))
-    print(f"| {IDLE} |" + "".join(f" {us:.4f} | |" for us, _ in idle.values()))
+    for part, each in others.items():
+        print(f"| {part} |" + "".join(f" {us:.4f} | |" for us, _ in each.values()))
     return 0
 
 

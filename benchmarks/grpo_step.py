@@ -27,26 +27,18 @@ from benchmarks.train_step import REPEATS, ratio, roots, tiny
 from rlhf_core.algorithms.advantage.group import GRPOAdvantage
 from rlhf_core.algorithms.policy.clip import ClipLoss
 from rlhf_core.algorithms.token_math import CorrectionConfig
-from rlhf_core.config.engines import (
-    HFSamplerConfig,
-    OptimizerConfig,
-    Precision,
-    SamplerConfig,
-    SamplingConfig,
-    TrainerConfig,
-    VllmSamplerConfig,
-)
+from rlhf_core.config.engines import OptimizerConfig, Precision, SamplingConfig, TrainerConfig
+from rlhf_core.config.runtime import HFSamplerConfig, SamplerConfig, VllmSamplerConfig
 from rlhf_core.interfaces import ModelSpec, Sampler
 from rlhf_core.runtime.samplers import open_sampler
 from rlhf_core.training.experience import (
+    ALL,
     Experience,
-    estimate_advantages,
-    policy_samples,
-    sampled_logprobs,
+    estimate_in_blocks,
 )
 from rlhf_core.training.objectives.base import PolicyObjective
 from rlhf_core.training.trainer import LocalTrainer
-from rlhf_core.types import Message, Prompt, Rollout, SamplingRequest, derive_seed, ids, token_samples
+from rlhf_core.types import Message, Prompt, Rollout, SamplingRequest, derive_seed, ids
 
 KL_COEF = 0.04
 STOPS = range(500, 512)
@@ -164,13 +156,16 @@ def grpo_step(job: dict[str, Any]) -> Callable[[], dict[str, float]]:
         sampler.load_weights(policy.weights(), version=made)
         rollouts = roll_out(sampler, job, made)
         made += 1
-        samples = token_samples(rollouts)
-        old = sampled_logprobs(rollouts) if trusting else policy.logprobs(samples, temperature=1.0)
-        experience = Experience(
-            tuple(rollouts), samples, tuple(old), tuple(reference.logprobs(samples, temperature=1.0)), ()
+        measured = Experience.of(rollouts)
+        answers, sampled = measured.answers, measured.sequences
+        old = sampled.fields["rollout_logprobs"] if trusting else policy.logprobs(sampled, temperature=1.0)
+        ref = reference.logprobs(sampled, temperature=1.0)
+        experience = Experience(answers, sampled.with_fields(old_logprobs=old, ref_logprobs=ref))
+        [(advantages_BT, _)], _ = estimate_in_blocks(
+            experience, [ALL], estimator=GRPOAdvantage(), group_size=job["group"], kl_coef=0.0
         )
-        advantages = estimate_advantages(experience, estimator=GRPOAdvantage(), group_size=job["group"], kl_coef=0.0)
-        metrics = policy.forward_backward(policy_samples(experience, advantages), objective)
+        batch = experience.sequences.with_fields(advantages=experience.flatten(advantages_BT))
+        metrics = policy.forward_backward(batch, objective)
         metrics |= policy.optim_step(learning_rate=job["learning_rate"])
         tokens = sum(len(rollout.completion.token_ids) for rollout in rollouts)
         return {"loss": metrics["loss"], "grad_norm": metrics["grad_norm"], "mean_length": tokens / len(rollouts)}

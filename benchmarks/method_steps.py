@@ -7,8 +7,8 @@ from pathlib import Path
 from statistics import fmean
 
 from benchmarks.method_rows import Bench
-from pipelines.flows.full import part
-from pipelines.flows.own_answers import sample_and_imitate
+from pipelines.flows.full import artifact, run_nodes
+from pipelines.flows.nodes import Names, Node, expand, part
 from rlhf_core.data.shards import read_rollouts
 from rlhf_core.data.worlds.arithmetic import exact_match
 from rlhf_core.types import DemonstrationsRef, PolicyRef, PreparedDataRef, PromptsRef, RewardModelRef, StepsRef
@@ -50,7 +50,10 @@ def judge_of_steps(bench: Bench, seed: int) -> dict[str, float]:
     )
     models: dict[str, RewardModelRef] = {"process_reward_model": model}
     own = config.rejection_sampling
-    imitator = sample_and_imitate(own, stages, "rejection_sampling", sft, prompts, models)
+    inputs: dict[str, Names] = {"policy": "sft", "prompts": "prompts", "reward_models": {name: name for name in models}}
+    group = Node("rejection_sampling", "rejection_sampling", own, inputs)
+    made = run_nodes(expand(group), stages, {"sft": sft, "prompts": prompts, **models})
+    imitator = artifact("rejection_sampling", PolicyRef, made)
     many = config.evaluate.generate.model_copy(update={"samples_per_prompt": BEST_OF})
 
     def answers(label: str, policy: PolicyRef) -> list[list[tuple[float, float]]]:

@@ -6,17 +6,20 @@ know nothing of it.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
+import numpy as np
+from numpy.typing import NDArray
+
 from rlhf_core.algorithms.token_math import k1, k3
 from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.config.rewards import FunctionReward, RewardModelReward, RewardsConfig
 from rlhf_core.interfaces import Metrics, Role
+from rlhf_core.sequences import Subset
 from rlhf_core.types import Completion, Generation, SamplingRequest
 
 
@@ -129,16 +132,13 @@ class FlippedJudge(Through):
 class BadRankTrainer(Through):
     """Has one rank of four whose log-probs are off, as from a damaged copy of the weights."""
 
-    def logprobs(self, samples: Sequence[Any], *, temperature: float) -> list[tuple[float, ...]]:
-        """Return the log-probs, with noise on every fourth row."""
-        rows = self._engine.logprobs(samples, temperature=temperature)
-        if not self._clock.faulty:
-            return list(rows)
-        noise = random.Random(self._clock.step)
-        return [
-            tuple(value - abs(noise.gauss(0, 1)) * bool(value) for value in row) if number % 4 == 3 else row
-            for number, row in enumerate(rows)
-        ]
+    def logprobs(self, samples: Subset, *, temperature: float) -> NDArray[np.float32]:
+        """Compute the log-probs, with noise on every fourth row."""
+        values_S: NDArray[np.float32] = self._engine.logprobs(samples, temperature=temperature).copy()
+        noise = np.random.default_rng(self._clock.step)
+        for row in np.split(values_S, np.cumsum(samples.lengths)[:-1])[3::4] if self._clock.faulty else ():
+            row -= np.abs(noise.normal(size=len(row))) * (row != 0)
+        return values_S
 
 
 # ---------------------------------------------------------------- the table of faults

@@ -1,9 +1,11 @@
-"""Measure what loading, handing out, exporting and resuming a model add to the memory of a rank, beside their targets.
+"""Measure what loading, handing out, exporting and resuming a model add to the memory of a rank, next to the targets.
 
     python -m benchmarks.moving_weights --ranks 1 2 4
+    python -m benchmarks.moving_weights --model adapters experts
     python -m benchmarks.moving_weights --lora-sync 16
 
-A random Llama of 168M parameters with an LM head of its own is opened frozen under ZeRO 3. Peaks are those of anonymous
+A random Llama of 168M parameters with a separate LM head is opened frozen under ZeRO 3. `--model adapters` opens it to train
+adapters of rank 4 on all linear layers. `experts` is a frozen Qwen3-MoE with 16 experts in each layer. Peaks are of anonymous
 memory (`RssAnon`), on the rank that has most: files that are mapped and the object store are shared, and not counted. A
 load counts from the process before, the others from what the model keeps. For `resume` a model of 68M parameters is
 trained under each stage of `--stages`, saved and opened anew; its peak counts from what it keeps when it is restored.
@@ -39,6 +41,13 @@ SHAPE = {
 }
 LARGE, SMALL = {"vocab_size": 32_000, **SHAPE}, {"vocab_size": TOKENS, **SHAPE, "num_hidden_layers": 1}
 TRAINED = {"vocab_size": 8192, **SHAPE, "num_hidden_layers": 4}
+EXPERTS = {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 352, "head_dim": 64}
+KINDS: dict[str, tuple[str, dict[str, int], bool]] = {
+    "dense": ("llama", {}, False),
+    "adapters": ("llama", {}, True),
+    "experts": ("qwen3_moe", EXPERTS, False),
+}
+"""Name -> architecture, further keys of its shape, and whether adapters are trained."""
 EVERY_S = 0.002
 """Seconds between two looks at the memory."""
 
@@ -49,37 +58,49 @@ def main() -> int:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--stages", nargs="*", type=int, default=[0, 1, 3], metavar="ZERO")
     parser.add_argument("--lora-sync", type=int, metavar="RANK", help="send to vLLM, merged and adapters alone")
+    parser.add_argument("--model", nargs="+", choices=tuple(KINDS), default=["dense"])
     parser.add_argument("--one-sync", nargs=2, metavar=("FOLDER", "WAY"), help=argparse.SUPPRESS)
-    parser.add_argument("--one-rank", nargs=2, metavar=("FOLDER", "DTYPE"), help=argparse.SUPPRESS)
+    parser.add_argument("--one-rank", nargs=3, metavar=("FOLDER", "DTYPE", "MODEL"), help=argparse.SUPPRESS)
     parser.add_argument("--resume", type=int, metavar="ZERO", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one_rank:
-        folder, dtype = options.one_rank
-        return run_rank(Path(folder), dtype) if options.resume is None else resume(Path(folder), dtype, options.resume)
+        folder, dtype, kind = options.one_rank
+        if options.resume is not None:
+            return resume(Path(folder), dtype, options.resume)
+        return run_rank(Path(folder), dtype, adapters=KINDS[kind][2])
     if options.one_sync:
         return sync_with_vllm(Path(options.one_sync[0]), options.dtype, options.one_sync[1], options.lora_sync)
     if options.lora_sync:
         return lora_syncs(options.dtype, options.lora_sync)
-    print("| ranks | moment | MiB above | target MiB |\n|--:|---|--:|--:|", flush=True)
-    with tempfile.TemporaryDirectory() as place:
-        for name, shape in (("small", SMALL), ("large", LARGE), ("trained", TRAINED)):
-            make_model(Path(place) / name, shape, options.dtype)
-        for ranks in options.ranks:
-            found = measured(Path(place), options.dtype, ranks)
-            for moment, target in targets(found[0], ranks).items():
-                most = max(rank[moment] for rank in found)
-                print(f"| {ranks} | {moment} | {most:,.0f} | {target:,.0f} |", flush=True)
-            for stage in options.stages:
-                for line in resumed(Path(place), options.dtype, ranks, stage):
-                    print(f"| {ranks} | ZeRO {stage}: {line} |", flush=True)
+    print("| model | ranks | moment | MiB above | target MiB |\n|---|--:|---|--:|--:|", flush=True)
+    for kind in options.model:
+        with tempfile.TemporaryDirectory() as place:
+            for line in moments_of(kind, Path(place), options.dtype, options.ranks, options.stages):
+                print(f"| {kind} | {line} |", flush=True)
     return 0
+
+
+def moments_of(kind: str, folder: Path, dtype: str, groups: list[int], stages: list[int]) -> Iterator[str]:
+    """Yield the lines of a model; only the dense one is resumed."""
+    family, more, _ = KINDS[kind]
+    shapes = {"small": SMALL, "large": LARGE} | ({"trained": TRAINED} if kind == "dense" else {})
+    for name, shape in shapes.items():
+        make_model(folder / name, family, shape | more, dtype)
+    for ranks in groups:
+        found = measured(folder, dtype, kind, ranks)
+        for moment, target in targets(found[0], ranks).items():
+            most = max(rank[moment] for rank in found)
+            yield f"{ranks} | {moment} | {most:,.0f} | {target:,.0f}"
+        for stage in stages if kind == "dense" else ():
+            for line in resumed(folder, dtype, ranks, stage):
+                yield f"{ranks} | ZeRO {stage}: {line}"
 
 
 def resumed(folder: Path, dtype: str, ranks: int, stage: int) -> Iterator[str]:
     """Yield the lines of a resume under a ZeRO stage."""
     from rlhf_core.store.checkpoints import Checkpoints
 
-    found = measured(folder, dtype, ranks, "--resume", str(stage))
+    found = measured(folder, dtype, "dense", ranks, "--resume", str(stage))
     yield f"resume | {max(rank['resume'] for rank in found):,.0f} | {found[0]['whole'] / 10:,.0f}"
     before = read_bytes()
     checkpoint = Checkpoints(folder / f"steps_{stage}_of_{ranks}").to_resume(lambda path: "")
@@ -101,7 +122,7 @@ def targets(sizes: Mapping[str, float], ranks: int) -> dict[str, float]:
     return {"load": whole / ranks + largest + 150, "sync": 2 * largest + bucket, "export": whole}
 
 
-def measured(folder: Path, dtype: str, ranks: int, *more: str) -> list[dict[str, float]]:
+def measured(folder: Path, dtype: str, kind: str, ranks: int, *more: str) -> list[dict[str, float]]:
     """Return what each rank saw."""
     group = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     settings = {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -114,6 +135,7 @@ def measured(folder: Path, dtype: str, ranks: int, *more: str) -> list[dict[str,
         "--one-rank",
         str(folder),
         dtype,
+        kind,
         *more,
     ]
     processes = [
@@ -128,24 +150,26 @@ def measured(folder: Path, dtype: str, ranks: int, *more: str) -> list[dict[str,
     return [json.loads(output.splitlines()[-1]) for output in outputs]
 
 
-def make_model(folder: Path, shape: Mapping[str, int], dtype: str) -> None:
-    """Write a random Llama and a tokenizer."""
+def make_model(folder: Path, family: str, shape: Mapping[str, int], dtype: str) -> None:
+    """Write a random model and a tokenizer."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     from rlhf_core.models.initialize import train_tokenizer
 
     folder.mkdir()
     train_tokenizer(["numbers 0 1 2 3 4 5 6 7 8 9 and words"] * 5, vocab_size=TOKENS, folder=folder)
     torch.manual_seed(17)
-    LlamaForCausalLM(LlamaConfig(**shape)).to(getattr(torch, dtype)).save_pretrained(folder)
+    config = AutoConfig.for_model(family, **shape, tie_word_embeddings=False)
+    AutoModelForCausalLM.from_config(config).to(getattr(torch, dtype)).save_pretrained(folder)
 
 
-def run_rank(folder: Path, dtype: str) -> int:
+def run_rank(folder: Path, dtype: str, *, adapters: bool) -> int:
     """Print what one rank adds to its memory in each moment."""
     import torch
 
-    from rlhf_core.config.engines import TrainerConfig
+    from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
+    from rlhf_core.config.models import LoraConfig
     from rlhf_core.interfaces import ModelSpec
     from rlhf_core.runtime.weights import BUCKET_BYTES, buckets, pack
     from rlhf_core.training.trainer import LocalTrainer
@@ -155,7 +179,10 @@ def run_rank(folder: Path, dtype: str) -> int:
     rank = int(os.environ["RANK"])
 
     def opened(name: str) -> Any:
-        return LocalTrainer(ModelSpec(str(folder / name), "lm", None, 1), None, config)
+        lora = LoraConfig(rank=4, target_modules="all-linear") if adapters else None
+        return LocalTrainer(
+            ModelSpec(str(folder / name), "lm", lora, 1), OptimizerConfig() if adapters else None, config
+        )
 
     def sync(trainer: Any) -> None:
         """Fill the buckets of the object store, which copies each into shared memory, on the first rank."""
@@ -180,7 +207,7 @@ def lora_syncs(dtype: str, rank: int) -> int:
     """Print what a sync costs, merged and with adapters alone, each in a process of its own."""
     print("| sent | MiB | seconds of a sync | MiB above |\n|---|--:|---|--:|", flush=True)
     with tempfile.TemporaryDirectory() as place:
-        make_model(Path(place) / "large", LARGE, dtype)
+        make_model(Path(place) / "large", "llama", LARGE, dtype)
         command = [sys.executable, "-W", "ignore", "-m", "benchmarks.moving_weights", "--lora-sync", str(rank)]
         for way in ("merged", "adapter"):
             one = [*command, "--dtype", dtype, "--one-sync", str(Path(place) / "large"), way]
@@ -193,7 +220,9 @@ def lora_syncs(dtype: str, rank: int) -> int:
 
 def sync_with_vllm(folder: Path, dtype: str, way: Any, rank: int) -> int:
     """Print how many MiB one way sends, and the seconds and the memory of three syncs."""
-    from rlhf_core.config.engines import LoraConfig, OptimizerConfig, TrainerConfig, VllmSamplerConfig
+    from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
+    from rlhf_core.config.models import LoraConfig
+    from rlhf_core.config.runtime import VllmSamplerConfig
     from rlhf_core.interfaces import ModelSpec
     from rlhf_core.sampling.vllm_sampler import VllmSampler
 

@@ -25,9 +25,10 @@ from typing import Any
 from benchmarks import seeds
 from benchmarks.method_rows import Bench, Start, make_start
 from benchmarks.seeds import add_first, keep, latest, seeds_parser
-from pipelines.flows.full import evaluate_policies
+from pipelines.flows.evaluation import Compared, evaluation_nodes
+from pipelines.flows.full import Made, artifact, run_nodes
 from pipelines.flows.graph import Stages
-from pipelines.flows.online import run_online
+from pipelines.flows.nodes import Node, expand
 from pipelines.flows.profile import load_profile
 from pipelines.flows.sections import EvaluationConfig, OnlineConfig
 from rlhf_core.types import PolicyRef
@@ -77,34 +78,29 @@ def measure(seed: int, overrides: Sequence[str], state: Path) -> Result:
         rounds = range(1, config.online.rounds + 1)
         opponents = {f"refreshed_{number}": f"fixed_{number}" for number in rounds}
         plain = config.evaluate.evaluate.model_copy(update={"best_of": {}, "parents": opponents})
-        report = evaluate_policies(
-            EvaluationConfig(generate=config.evaluate.generate, evaluate=plain),
-            bench.stages("online"),
-            policies=policies,
-            prompts=start.eval_prompts,
-            conditioned_prompts={},
-            reward_models=start.reward_models,
-        )
+        compared = Compared({name: name for name in policies}, judge="reward_model")
+        nodes = evaluation_nodes(EvaluationConfig(generate=config.evaluate.generate, evaluate=plain), compared)
+        given: Made = {**policies, **start.reward_models, "eval_prompts": start.eval_prompts}
+        report = run_nodes(nodes, bench.stages("online"), given)["evaluate"]
         rows = json.loads((bench.store.path(report) / "report.json").read_text(encoding="utf-8"))["policies"]
-        compared = [compared_models(bench, number) for number in rounds]
-    return Result(seed, list(overrides), rows, compared)
+        models = [compared_models(bench, number) for number in rounds]
+    return Result(seed, list(overrides), rows, models)
 
 
 def loop(section: OnlineConfig, stages: Stages, start: Start, arm: str) -> dict[str, PolicyRef]:
     """Run one of the loops; return the policies of its rounds as `<arm>_1`, ..."""
-    made = run_online(
-        section,
-        stages,
-        "online",
-        policy=start.policy,
-        reference=start.policy,
-        reward_start=start.policy,
-        reward_model=start.reward_models["reward_model"],
-        preferences=start.preferences,
-        prompts=start.prompts,
-        demonstrations=start.demonstrations,
-    )
-    return {name.replace("online", arm): policy for name, policy in made.items()}
+    given: Made = {
+        "policy": start.policy,
+        "first": start.reward_models["reward_model"],
+        "preferences": start.preferences,
+        "prompts": start.prompts,
+        "demonstrations": start.demonstrations,
+    }
+    inputs = {name: name for name in given} | {"reward_start": "policy", "first_reward_model": "first"}
+    del inputs["first"]
+    made = run_nodes(expand(Node("online", "online", section, inputs)), stages, given)
+    rounds = range(1, section.rounds + 1)
+    return {f"{arm}_{number}": artifact(f"online_{number}", PolicyRef, made) for number in rounds}
 
 
 def compared_models(bench: Bench, number: int) -> dict[str, float]:

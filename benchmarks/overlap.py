@@ -23,9 +23,10 @@ from pathlib import Path
 from benchmarks.throughput import make_policy
 from pipelines.flows.profile import load_profile
 from rlhf_core.algorithms.advantage.group import RLOOAdvantage
-from rlhf_core.config.engines import OptimizerConfig, SamplingConfig, VllmSamplerConfig
+from rlhf_core.config.engines import OptimizerConfig, SamplingConfig
 from rlhf_core.config.policy import PPOConfig, Staleness
 from rlhf_core.config.rewards import FunctionReward, RewardsConfig
+from rlhf_core.config.runtime import VllmSamplerConfig
 from rlhf_core.data.tables import write_prompts
 from rlhf_core.interfaces import Runtime
 from rlhf_core.runtime.local_runtime import open_runtime

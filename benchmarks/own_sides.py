@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -18,11 +19,12 @@ from rlhf_core.algorithms.policy.clip import ClipLoss
 from rlhf_core.algorithms.preference.dpo import DPOLoss
 from rlhf_core.algorithms.token_math import CorrectionConfig
 from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
-from rlhf_core.interfaces import ModelSpec
+from rlhf_core.interfaces import ModelSpec, logprob_rows
+from rlhf_core.sequences import Sequences
 from rlhf_core.training.objectives.base import PolicyObjective, SftObjective
 from rlhf_core.training.objectives.preference import PairObjective
 from rlhf_core.training.trainer import LocalTrainer
-from rlhf_core.types import PolicySample, PreferenceSample, TokenSample, floats, ids, mask
+from rlhf_core.types import PreferenceSample, TokenSample, ids, mask
 
 BETA, CLIP = 0.1, 0.2
 
@@ -42,7 +44,7 @@ def our_step(job: dict[str, Any]) -> Callable[[], dict[str, float]]:
     """Return a step of `LocalTrainer`; the reference's log-probs are measured before, as the stages do."""
     config = TrainerConfig(engine=job["engine"], micro_batch=job["micro_batch"])
     trainer = LocalTrainer(ModelSpec(job["model"], "lm", None, 17), OptimizerConfig(), config)
-    samples: list[Any]
+    samples: Any
     objective: Any
     match job["kind"]:
         case "sft":
@@ -52,7 +54,7 @@ def our_step(job: dict[str, Any]) -> Callable[[], dict[str, float]]:
             samples = preference_samples(job["rows"], trainer)
             objective = PairObjective(DPOLoss(beta=BETA), nll_coef=0.0, length_alpha=1.0)
         case _:
-            samples = [policy_sample(row) for row in job["rows"]]
+            samples = policy_batch(job["rows"])
             objective = PolicyObjective(
                 loss=ClipLoss(clip_low=CLIP, clip_high=CLIP), max_length=1, temperature=1.0, kl_coef=0.0,
                 entropy_coef=0.0, correction=CorrectionConfig(),
@@ -76,18 +78,22 @@ def preference_samples(rows: list[dict[str, Any]], trainer: LocalTrainer) -> lis
     """Return the pairs, whose reference is the model before its first step."""
     chosen = [token_sample(row, "chosen_ids") for row in rows]
     rejected = [token_sample(row, "rejected_ids") for row in rows]
-    sums = [sum(one) for one in trainer.logprobs([*chosen, *rejected], temperature=1.0)]
+    sums = [sum(one) for one in logprob_rows(trainer, [*chosen, *rejected])]
     return [
         PreferenceSample(*four) for four in zip(chosen, rejected, sums[: len(rows)], sums[len(rows) :], strict=True)
     ]
 
 
-def policy_sample(row: dict[str, Any]) -> PolicySample:
-    """Return a rollout with its old log-probs and its advantage on every token of the answer."""
-    sample = token_sample(row, "answer_ids")
-    logprobs = floats([row["logprob"] * taken for taken in sample.loss_mask])
-    advantages = floats([row["advantage"] * taken for taken in sample.loss_mask])
-    return PolicySample(sample.token_ids, sample.loss_mask, logprobs, logprobs, logprobs, advantages)
+def policy_batch(rows: list[dict[str, Any]]) -> Sequences:
+    """Return rollouts with their old log-probs and their advantage on every token of the answers."""
+    made = Sequences.of([token_sample(row, "answer_ids") for row in rows])
+    logprobs, advantages = (
+        np.repeat(np.array([row[name] for row in rows], np.float32), made.lengths) * made.loss_mask
+        for name in ("logprob", "advantage")
+    )
+    return made.with_fields(
+        rollout_logprobs=logprobs, old_logprobs=logprobs, ref_logprobs=logprobs, advantages=advantages
+    )
 
 
 # ---------------------------------------------------------------- the plain loop

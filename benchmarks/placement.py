@@ -13,7 +13,8 @@ import time
 from collections import Counter
 from typing import Any
 
-from rlhf_core.config.engines import PoolConfig, RuntimeConfig, SamplingConfig, VllmSamplerConfig
+from rlhf_core.config.engines import SamplingConfig
+from rlhf_core.config.runtime import PoolConfig, RuntimeConfig, VllmSamplerConfig
 from rlhf_core.errors import SamplingError
 from rlhf_core.runtime.handles import RaySampler
 from rlhf_core.runtime.placement import Placement, gpu_order, reserve

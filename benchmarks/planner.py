@@ -21,15 +21,18 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from rlhf_core.config.engines import InitModel, LoraConfig, TrainerConfig
-from rlhf_core.models.sizes import shape_of_init
+import numpy as np
+
+from rlhf_contrib.planner.memory import RankMemory, Role, larger, rank_memory
+from rlhf_contrib.planner.sizes import shape_of_init
+from rlhf_core.config.engines import TrainerConfig
+from rlhf_core.config.models import InitModel, LoraConfig
 from rlhf_core.runtime.cluster import free_port
-from rlhf_core.training.memory import Role, on_one_machine, rank_memory
 
 MIB = 1 << 20
 TOKENS = 512  # ids that any vocabulary here has
@@ -182,6 +185,24 @@ def predicted(name: str, *, model: str | None = None, device: Device = "cpu") ->
     return on_one_machine(roles)
 
 
+def on_one_machine(roles: Mapping[str, RankMemory]) -> dict[str, dict[str, float]]:
+    """The terms of each moment where host and device are one: all that roles keep, and the most that one of them adds."""
+    moments: dict[str, dict[str, float]] = {}
+    kept = {
+        f"{name}: {term}": size
+        for name, memory in roles.items()
+        for term, size in (*memory.resident.items(), *memory.host.items())
+    }
+    for name in {name: None for memory in roles.values() for name in (*memory.moments, *memory.host_moments)}:
+        added = [
+            {f"{role}: {term}": size for term, size in terms.items()}
+            for role, memory in roles.items()
+            for terms in [{**memory.moments.get(name, {}), **memory.host_moments.get(name, {})}]
+        ]
+        moments[name] = kept | dict(larger(*added))
+    return moments
+
+
 def measured_moments(name: str, folder: Path, *, model: str | None = None, device: Device = "cpu") -> dict[str, float]:
     """Return the largest memory of rank 0 in each moment, in MiB."""
     case = case_of(name, model)
@@ -266,6 +287,7 @@ def work(case: Case, model: Path, moment: Callable[[str, Callable[[], Any]], Any
     """Open the models of a case, train, measure, hand out the weights and copy a checkpoint."""
     from rlhf_core.config.engines import OptimizerConfig
     from rlhf_core.interfaces import ModelSpec
+    from rlhf_core.sequences import Sequences
     from rlhf_core.training.trainer import LocalTrainer
 
     heads = {"value_model": "value", "reward_model": "score"}
@@ -283,7 +305,7 @@ def work(case: Case, model: Path, moment: Callable[[str, Callable[[], Any]], Any
                 moment("train", lambda t=trainer, s=samples, o=objective: train(t, s, o))  # type: ignore[misc]
         for trainer, role in trainers.values():
             if role.logits:
-                moment("measure", lambda t=trainer: t.logprobs(token_samples(case), temperature=1.0))  # type: ignore[misc]
+                moment("measure", lambda t=trainer: t.logprobs(Sequences.of(token_samples(case)), temperature=1.0))  # type: ignore[misc]
     for name, (trainer, _) in trainers.items():
         if name == "policy":
             moment("sync", trainer.weights)
@@ -317,29 +339,31 @@ def token_samples(case: Case) -> list[Any]:
     ]
 
 
-def samples_of(case: Case, role: Role) -> tuple[list[Any], Any]:
+def samples_of(case: Case, role: Role) -> tuple[Any, Any]:
     """Return two micro-batches of a role, and its objective."""
     from rlhf_core.algorithms.policy.clip import ClipLoss
     from rlhf_core.algorithms.preference.dpo import DPOLoss
     from rlhf_core.config.policy import CorrectionConfig
+    from rlhf_core.sequences import Sequences
     from rlhf_core.training.objectives import base
     from rlhf_core.training.objectives.preference import PairObjective
-    from rlhf_core.types import PolicySample, PreferenceSample, RewardPair, TokenSample, ValueSample, floats
+    from rlhf_core.types import PreferenceSample, RewardPair, TokenSample
 
     rows = token_samples(case)
-    some = floats([0.1] * case.length)
+    batch = Sequences.of(rows)
+    some = np.full(len(batch.token_ids), 0.1, np.float32)
     if role.name == "reward_model":
         pairs = [RewardPair(row.token_ids, row.token_ids[::-1], 0.0) for row in rows]
         return pairs, base.BradleyTerryObjective(centering_coef=0.0)
     if role.name == "value_model":
-        return [ValueSample(row.token_ids, row.loss_mask, some, some) for row in rows], base.ValueObjective(clip=None)
+        return batch.with_fields(old_values=some, returns=some), base.ValueObjective(clip=None)
     if case.stage == "dpo":
         # Sides that began with the same tokens would compute these once.
         others = [TokenSample(row.token_ids[::-1], row.loss_mask) for row in rows]
         both = [PreferenceSample(row, other, -1.0, -1.0) for row, other in zip(rows, others, strict=True)]
         return both, PairObjective(DPOLoss(), 0.0, 1.0)
     if case.stage == "ppo":
-        made = [PolicySample(row.token_ids, row.loss_mask, some, some, some, some) for row in rows]
+        made = batch.with_fields(rollout_logprobs=some, old_logprobs=some, ref_logprobs=some, advantages=some)
         return made, base.PolicyObjective(ClipLoss(), case.length, 1.0, 0.1, 0.0, CorrectionConfig())
     return rows, base.SftObjective(pack_to=None)
 

@@ -65,7 +65,8 @@ def main() -> None:
 def compare(policy: Path, options: argparse.Namespace, stack: contextlib.ExitStack) -> None:
     """Make all sides, then measure them in turn, three times after a warm-up."""
     from benchmarks.throughput import make_policy
-    from rlhf_core.config.engines import RuntimeConfig, TrainerConfig, VllmSamplerConfig
+    from rlhf_core.config.engines import TrainerConfig
+    from rlhf_core.config.runtime import RuntimeConfig, VllmSamplerConfig
     from rlhf_core.runtime.local_runtime import LocalRuntime
     from rlhf_core.runtime.ray_runtime import RayRuntime
 
@@ -222,6 +223,7 @@ def sync_share(runtime: Any, sampler: Any, policy: Path, options: argparse.Names
     """Print the seconds of a weight update, and its share of a step: sample, measure, train, send."""
     from rlhf_core.config.engines import OptimizerConfig, SamplingConfig
     from rlhf_core.interfaces import ModelSpec
+    from rlhf_core.sequences import Sequences
     from rlhf_core.training.objectives.base import SftObjective
     from rlhf_core.types import TokenSample
 
@@ -236,7 +238,7 @@ def sync_share(runtime: Any, sampler: Any, policy: Path, options: argparse.Names
                 TokenSample(one.prompt_ids + answer.token_ids, (0,) * options.prompt + (1,) * len(answer.token_ids))
                 for one, answer in zip(requests, completions, strict=True)
             ]
-            trainer.logprobs(rows, temperature=1.0)
+            trainer.logprobs(Sequences.of(rows), temperature=1.0)
             trainer.forward_backward(rows, SftObjective(pack_to=None))
             trainer.optim_step(learning_rate=1e-5)
             trained = now()

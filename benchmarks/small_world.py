@@ -13,17 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config.data import SupportWorld
-from rlhf_core.config.engines import (
-    HFSamplerConfig,
-    InitModel,
-    OptimizerConfig,
-    RuntimeConfig,
-    SamplingConfig,
-    TrainerConfig,
-)
+from rlhf_core.config.engines import OptimizerConfig, SamplingConfig, TrainerConfig
+from rlhf_core.config.models import InitModel
 from rlhf_core.config.monitors import HeldOutConfig
 from rlhf_core.config.policy import LoopConfig, PPOConfig
 from rlhf_core.config.rewards import FunctionReward, RewardModelReward, RewardsConfig
+from rlhf_core.config.runtime import HFSamplerConfig, RuntimeConfig
 from rlhf_core.data.tables import read_preferences, write_preferences
 from rlhf_core.evaluation.plots import read_curves
 from rlhf_core.interfaces import ModelSpec, Role, Runtime, Sampler, Trainer

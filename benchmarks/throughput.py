@@ -17,7 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pipelines.flows.profile import load_profile
-from rlhf_core.config.engines import InitModel, OptimizerConfig, SamplingConfig
+from rlhf_core.config.engines import OptimizerConfig, SamplingConfig
+from rlhf_core.config.models import InitModel
 from rlhf_core.interfaces import ModelSpec, Runtime
 from rlhf_core.models.initialize import initialize_llama, train_tokenizer
 from rlhf_core.runtime.local_runtime import open_runtime

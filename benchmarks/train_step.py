@@ -26,8 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import tree_at
-from benchmarks.sides import Root, Side
+from benchmarks.sides import Root, Side, tree_at
 
 REPEATS = 3
 KINDS = ("sft", "dpo", "policy")
@@ -35,6 +34,8 @@ SPREADS = ("uniform", "mixed", "groups")
 """All samples of one length, or of mixed ones; in `groups`, for the policy only, 8 answers of mixed lengths to a prompt."""
 GROUP = 8
 OURS = {"ours": "torch", "ours DeepSpeed": "deepspeed", "ours packed": "torch"}
+SHARING = frozenset({*OURS, "before"})
+"""Sides that compute a prompt once for the answers of a group or a pair."""
 SIGMA = 0.9
 """Of the logarithm of a length, as in collections of chats."""
 
@@ -93,7 +94,7 @@ def main() -> int:
 
 def tiny(folder: Path) -> Size:
     """Return a Llama of 2.7M parameters with random weights, and a step for it."""
-    from rlhf_core.config.engines import InitModel
+    from rlhf_core.config.models import InitModel
     from rlhf_core.models.initialize import initialize_llama, train_tokenizer
 
     folder.mkdir()
@@ -105,7 +106,7 @@ def tiny(folder: Path) -> Size:
 
 def smollm2(given: Path | None, folder: Path) -> Size:
     """Return SmolLM2-135M, and a step that takes seconds on one core."""
-    from rlhf_core.config.engines import PretrainedModel
+    from rlhf_core.config.models import PretrainedModel
     from rlhf_core.models.loading import materialize
     from rlhf_core.models.packages import package_folder
 
@@ -173,9 +174,9 @@ def compare(
         for side in sides:
             seconds[side.name].append(side.step()[options.clock])
     last = {side.name: side.stop() for side in sides}
-    tokens, flops = work(size, rows)
     peak = max(one.get("fp32_gflops", 0.0) for one in last.values()) * 1e9
     for name, taken in seconds.items():
+        tokens, flops = work(size, rows, shares=name in SHARING)
         rates = sorted(tokens / one for one in taken)
         share = flops / statistics.median(taken) / peak if peak else math.nan
         yield (
@@ -228,11 +229,12 @@ def check_equal(first: dict[str, dict[str, float]]) -> None:
         raise SystemExit(f"the sides do not do the same: gradient norms of the first step {norms}, losses {first}")
 
 
-def work(size: Size, rows: list[dict[str, Any]]) -> tuple[int, float]:
-    """Return the real tokens of a step, and its floating point operations without padding and recomputation.
+def work(size: Size, rows: list[dict[str, Any]], *, shares: bool) -> tuple[int, float]:
+    """The real tokens of a step, and the floating point operations that a side computes, without padding and recomputation.
 
     Forward and backward are 6 per weight and token, and 12 per layer, width and pair of positions that see each other
-    (half of a square). The LM head counts for the answers' tokens only.
+    (half of a square). The LM head counts for the answers' tokens only. A side that `shares` computes a prompt once for
+    all of its answers; its tokens count for each answer, as a step of any side learns from all of them.
     """
     shape = size.shape
     hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
@@ -240,12 +242,15 @@ def work(size: Size, rows: list[dict[str, Any]]) -> tuple[int, float]:
     projections = hidden * head * (2 * shape["num_attention_heads"] + 2 * shape["num_key_value_heads"])
     per_token = 6 * layers * (projections + 3 * hidden * shape["intermediate_size"])
     tokens, flops = 0, 0.0
+    computed = set[tuple[int, ...]]()
     for row in rows:
         for answer in ("answer_ids", "chosen_ids", "rejected_ids"):
             if answer in row:
-                length = len(row["prompt_ids"]) + len(row[answer])
+                prompt = tuple(row["prompt_ids"])
+                length, known = len(prompt) + len(row[answer]), len(prompt) if prompt in computed else 0
+                computed |= {prompt} if shares else set()
                 tokens += length
-                flops += length * per_token + 12 * layers * hidden * length**2 / 2
+                flops += (length - known) * per_token + 12 * layers * hidden * (length**2 - known**2) / 2
                 flops += 6 * hidden * shape["vocab_size"] * len(row[answer])
     return tokens, flops
 

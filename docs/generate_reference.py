@@ -27,6 +27,8 @@ from stages.table import STAGES
 
 ROOT = Path(__file__).resolve().parents[1]
 REFERENCE = ROOT / "docs" / "reference"
+READMES = sorted(ROOT.glob("rlhf_contrib/*/README.md"))
+"""The pages of the topics of `rlhf_contrib`."""
 SHARED = "shared_tables"
 FAMILIES = {"[dpo.loss] type": preference, "[ppo.loss] type": policy, "[ppo.advantage] type": advantage}
 """The end of a heading in algorithms.md -> the methods of the table below it."""
@@ -44,8 +46,9 @@ PROFILE --set ppo.steps=20` overrides one key. Unknown keys are refused with the
 
 CODE_MAP_INTRODUCTION = """# Every file
 
-Layers, from the top: `pipelines` (Prefect, the command line), `stages` (one file per stage), `rlhf_core` (the library). A
-package imports what is below it and never what is above; `lint-imports` holds it to that. This page is written by
+Layers, from the top: `rlhf_contrib` ([topics](contrib.md) that the lifecycle can do without), `pipelines` (Prefect, the command
+line), `stages` (one file per stage), `rlhf_core` (the library). A package imports what is below it and never what is above;
+`lint-imports` holds it to that. This page is written by
 `python -m docs.generate_reference` from the first sentence of each module.
 """
 
@@ -272,7 +275,7 @@ def cell(text: str) -> str:
 def code_map(_: str) -> str:
     """Return the first sentence of each module and folder of the packages, as a page."""
     written = [CODE_MAP_INTRODUCTION]
-    for package in ("pipelines", "stages", "rlhf_core"):
+    for package in ("pipelines", "stages", "rlhf_core", "rlhf_contrib"):
         for room in sorted({path.parent for path in (ROOT / package).rglob("*.py")}):
             written.append(f"\n## `{room.relative_to(ROOT)}/`\n\n{sentence_of(room / '__init__.py')}".rstrip() + "\n\n")
             files = sorted(file for file in room.glob("*.py") if file.name != "__init__.py")
@@ -337,12 +340,30 @@ def work_pools(text: str) -> str:
     return "\n".join([*entries, ""])
 
 
+def topic_pages() -> dict[str, str]:
+    """Page name -> the README of a topic of `rlhf_contrib`, with its links as the site has them."""
+    texts = {file.parent.name: file.read_text(encoding="utf-8") for file in READMES}
+    return {f"contrib_{topic}": text.replace("](../../docs/", "](../") for topic, text in texts.items()}
+
+
+def topics(page: str) -> str:
+    """The page on `rlhf_contrib` with its table written anew: each topic with the first paragraph of its README."""
+    rows = ""
+    for name, text in topic_pages().items():
+        paragraph = one_line(text.split("\n\n")[1])
+        rows += f"| [`{name.removeprefix('contrib_')}`](reference/{name}.md) | {paragraph} |\n"
+    page, count = re.subn(r"(\| topic \|.*\n\|.*\n)(?:\|.*\n)*", lambda found: found[1] + rows, page)
+    assert count == 1, "docs/contrib.md has no table of topics"
+    return page
+
+
 KEPT: Mapping[str, Callable[[str], str]] = {
     "prefect.yaml": work_pools,
     "docs/code_map.md": code_map,
     "docs/algorithms.md": algorithms,
     "docs/stages.md": every_stage,
     "docs/keys.md": strict_stages,
+    "docs/contrib.md": topics,
 }
 """File -> what returns its text from the one that it has."""
 
@@ -353,7 +374,7 @@ def main() -> int:
     REFERENCE.mkdir(exist_ok=True)
     for old in REFERENCE.glob("*.md"):
         old.unlink()
-    for name, text in pages().items():
+    for name, text in (pages() | topic_pages()).items():
         (REFERENCE / f"{name}.md").write_text(text, encoding="utf-8")
     return 0
 

@@ -14,10 +14,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks import measure
-from benchmarks.measure_walk import ROOT, Call, CallTrace, trace_step
+from benchmarks.measure_walk import PACKAGES, ROOT, Call, CallTrace, trace_step
 
 PAGE = ROOT / "docs" / "walk.md"
+KEY, USED_AS = "kl", "kl_coef"
+"""The setting that the page follows, as a profile has it and as the code below the stage names it."""
+Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 INTRODUCTION = """# Where a prompt goes
 
@@ -58,7 +60,7 @@ them of the walk.
 def page(trace: CallTrace) -> str:
     """Return the whole page for the trace of a step."""
     steps = "".join(step_lines(trace))
-    return INTRODUCTION + steps + OTHER_WAYS + WAY.format(key=measure.KEY) + "".join(way_lines(trace))
+    return INTRODUCTION + steps + OTHER_WAYS + WAY.format(key=KEY) + "".join(way_lines(trace))
 
 
 # ---------------------------------------------------------------- the prompt
@@ -91,7 +93,7 @@ def _class_line(call: Call) -> str:
     )
 
 
-def _first_line(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> str:
+def _first_line(node: Function | ast.ClassDef) -> str:
     return (ast.get_docstring(node) or "").partition("\n")[0]
 
 
@@ -113,12 +115,10 @@ _LAYERS = ("pipelines/flows", "rlhf_core/config", "rlhf_core/stage", "pipelines"
 
 def way_lines(trace: CallTrace) -> Iterator[str]:
     """Yield a line per class and function on the way of the setting, after one for the profile."""
-    former = (
-        f"its former name, `ppo.{measure.USED_AS}`, becomes this one in `rlhf_core/config/former_names.py` (`renamed`)"
-    )
+    former = f"its former name, `ppo.{USED_AS}`, becomes this one in `rlhf_core/config/former_names.py` (`renamed`)"
     yield f"1. a profile (TOML), or `--set`; {former}\n"
     entered = trace.files()
-    places = measure.paths_of_a_setting(ROOT)
+    places = paths_of_a_setting(ROOT)
 
     def place(path: str) -> tuple[int, int]:
         layer = next(number for number, layer in enumerate(_LAYERS) if path.startswith(f"{layer}/"))
@@ -136,13 +136,80 @@ def users(file: Path, names: set[str]) -> Iterator[tuple[str, str]]:
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ClassDef):
             fields = [one for one in node.body if isinstance(one, ast.AnnAssign)]
-            if any(measure.identifiers(one) & names for one in fields):
+            if any(identifiers(one) & names for one in fields):
                 yield node.name, _first_line(node)
             for inner in node.body:
-                if isinstance(inner, measure.Function) and measure.identifiers(inner) & names:
+                if isinstance(inner, Function) and identifiers(inner) & names:
                     yield f"{node.name}.{inner.name}", _first_line(inner)
-        elif isinstance(node, measure.Function) and measure.identifiers(node) & names:
+        elif isinstance(node, Function) and identifiers(node) & names:
             yield node.name, _first_line(node)
+
+
+def paths_of_a_setting(root: Path) -> dict[str, set[str]]:
+    """Path -> the identifiers by which a file counts as one on the way of `KEY`.
+
+    A file counts if its code reads `KEY` from a configuration, defines a table with that field, or has the identifier
+    `USED_AS`. In `pipelines`, which passes whole tables on, it also counts with the attribute `.ppo` or the name of such a
+    table. Texts and comments do not count.
+    """
+    files = sorted(path for package in PACKAGES for path in (root / package).rglob("*.py"))
+    trees = {path.relative_to(root): ast.parse(path.read_text(encoding="utf-8")) for path in files}
+    tables = tables_with(KEY, list(trees.values()))
+    if not tables:
+        raise LookupError(f"no class has the field {KEY}")
+    names = {path: {USED_AS} | ({"ppo", *tables} if path.parts[0] == "pipelines" else set()) for path in trees}
+    on_the_way = [
+        path
+        for path, tree in trees.items()
+        if identifiers(tree) & names[path] or KEY in options_read(tree) or tables_with(KEY, [tree]) & tables
+    ]
+    return {path.as_posix(): {KEY, *names[path]} for path in on_the_way}
+
+
+def options_read(tree: ast.AST) -> set[str]:
+    """Attributes that code reads from a `config`, or from its table `ppo`.
+
+    >>> sorted(options_read(ast.parse("config.a; f(run.ppo.b); point.c")))
+    ['a', 'b']
+    """
+    read = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    owners = {ast.Name: "id", ast.Attribute: "attr"}
+    kept = [node for node in read if type(node.value) in owners]
+    return {node.attr for node in kept if getattr(node.value, owners[type(node.value)]) in ("config", "ppo")}
+
+
+def tables_with(field: str, trees: list[ast.Module]) -> set[str]:
+    """Names of the configuration classes that define a field, and of their subclasses."""
+    classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    bases = {node.name: {base.id for base in node.bases if isinstance(base, ast.Name)} for node in classes}
+    configs = descendants({"Config"}, bases)
+    owners = {
+        node.name
+        for node in classes
+        for line in node.body
+        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name) and line.target.id == field
+    }
+    return descendants(owners & configs, bases)
+
+
+def descendants(names: set[str], bases: dict[str, set[str]]) -> set[str]:
+    """Classes and all classes that inherit from them.
+
+    >>> sorted(descendants({"A"}, {"B": {"A"}, "C": {"B"}, "D": set()}))
+    ['A', 'B', 'C']
+    """
+    found = names | {name for name, parents in bases.items() if parents & names}
+    return found if found == names else descendants(found, bases)
+
+
+def identifiers(tree: ast.AST) -> set[str]:
+    """Variables, attributes, arguments, keywords and classes in code.
+
+    >>> sorted(identifiers(ast.parse("def f(a):\\n    'text'\\n    return g(b=a.c)")))
+    ['a', 'b', 'c', 'g']
+    """
+    fields = {ast.Name: "id", ast.Attribute: "attr", ast.arg: "arg", ast.keyword: "arg", ast.ClassDef: "name"}
+    return {getattr(node, fields[type(node)]) for node in ast.walk(tree) if type(node) in fields} - {None}
 
 
 def main() -> int:

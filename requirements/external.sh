@@ -43,4 +43,4 @@ fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} HF_HUB_OFFLINE=1 DO_NOT_TRACK=1 RAY_USAGE_STATS_ENABLED=0
 exec "$venv/bin/python" -m pytest -q -rs -o log_cli=true --log-cli-level=INFO \
   tests/stages/test_external_agents.py tests/stages/test_external_rewards.py \
-  tests/rlhf_core/integrations/test_openenv.py tests/rlhf_core/integrations/test_nemo_gym.py tests/rlhf_core/integrations/test_verifiers.py "$@"
+  tests/rlhf_contrib/environments/test_openenv.py tests/rlhf_contrib/environments/test_nemo_gym.py tests/rlhf_contrib/environments/test_verifiers.py "$@"

@@ -15,26 +15,29 @@ if ! command -v "$python" >/dev/null 2>&1; then
   echo "PYTHON = '$python': not found; install Python 3.11, or name another (to 3.13): make PYTHON=/path/to/python3.12" >&2
   exit 1
 fi
+quiet=-q
+if [ -t 2 ]; then quiet=; fi  # uv shows its progress on a terminal
 if uv --version >/dev/null 2>&1; then
   uv=uv
-  [ -x "$venv/bin/python" ] || uv venv -q --python "$python" "$venv"
+  [ -x "$venv/bin/python" ] || uv venv $quiet --python "$python" "$venv"
 else
   [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
-  [ -x "$venv/bin/uv" ] || "$venv/bin/python" -m pip install -q uv
+  [ -x "$venv/bin/uv" ] || "$venv/bin/python" -m pip install $quiet uv
   uv=$venv/bin/uv
 fi
 
-# The CPU build of torch: from pip's own find-links if the machine has one, else where uv knows that PyTorch keeps it.
+# The CPU build of torch: from pip's own find-links if the machine has one, else where uv knows that PyTorch keeps it. A GPU
+# needs the build of the index: 2.13.0+cpu of such a folder would satisfy its pin, too.
 sources=()
-links=${PIP_FIND_LINKS:-$("$python" -m pip config get global.find-links 2>/dev/null || true)}
-for link in $links; do sources+=(--find-links "$link"); done
-if [ "$pins" = cpu ] && [ ${#sources[@]} -eq 0 ]; then
-  sources=(--torch-backend cpu)
+if [ "$pins" = cpu ]; then
+  links=${PIP_FIND_LINKS:-$("$python" -m pip config get global.find-links 2>/dev/null || true)}
+  for link in $links; do sources+=(--find-links "$link"); done
+  [ ${#sources[@]} -gt 0 ] || sources=(--torch-backend cpu)
 fi
 
 # The pins are complete, so nothing is resolved here; compiled byte-code halves the first imports.
 echo "installing requirements/$pins.txt, requirements/dev.txt, requirements/lm-eval.txt and requirements/services.txt into $venv"
-"$uv" pip install -q --python "$venv/bin/python" --compile-bytecode --no-deps "${sources[@]}" \
+"$uv" pip install $quiet --python "$venv/bin/python" --compile-bytecode --no-deps "${sources[@]}" \
   -r "requirements/$pins.txt" -r requirements/dev.txt -r requirements/lm-eval.txt -r requirements/services.txt
-"$uv" pip install -q --python "$venv/bin/python" --no-deps -e .
+"$uv" pip install $quiet --python "$venv/bin/python" --no-deps -e .
 echo "$stamp" > "$venv/.installed"

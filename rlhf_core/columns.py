@@ -1,32 +1,16 @@
-"""Hold the numbers of a sequence, one per token: here as a read-only array, or elsewhere until somebody looks at them."""
+"""Hold the numbers of one sequence, one per token, in a read-only array that acts as a tuple of numbers.
+
+A step of training is one `Sequences` of NumPy arrays. Rewards, agents and logs see an answer at a time, and join, compare,
+hash and search its numbers. `+` and `==` of NumPy arrays would add and compare the elements there, without an error.
+"""
 
 from __future__ import annotations
 
 from array import array
-from collections import deque
 from collections.abc import Iterator, Sequence
-from itertools import repeat
-from typing import Any, NamedTuple, Protocol, SupportsIndex, TypeVar, overload
+from typing import Any, SupportsIndex, TypeVar, overload
 
 N = TypeVar("N", int, float)
-
-
-class Source(Protocol):
-    """Where the numbers of a column are that are not here. It is picklable, and small."""
-
-    @property
-    def kind(self) -> str:
-        """Return the kind of the numbers, that of `array.array`."""
-
-    @property
-    def length(self) -> int:
-        """Return how many numbers there are, without reading them."""
-
-    def read(self) -> memoryview | bytes:
-        """Return the numbers, as bytes or as a view of their kind."""
-
-    def counted(self, value: Any) -> int | None:
-        """Return how often a number occurs, None if they have to be read for it."""
 
 
 class Column(Sequence[N]):
@@ -34,69 +18,37 @@ class Column(Sequence[N]):
 
     A number takes 4 bytes, or 1 in a mask, where a tuple takes 8 and an object. `kind` is that of `array.array`: `i` int32,
     `f` float32, `B` uint8, `d` float64. `data` is a view that NumPy and Arrow read without a copy (`np.asarray(column.data)`).
-    A column that is `held` elsewhere knows its length; what it holds is read when it is looked at or pickled, and stays where
-    it is when the column is sliced or joined.
 
     >>> column = ids((5, 7, 2))
     >>> column[1], column[1:] + (9,), column == (5, 7, 2), sum(column)
     (7, (7, 2, 9), True, 14)
     """
 
-    __slots__ = ("_data", "source")
+    __slots__ = ("data",)
+    data: memoryview[Any]
 
     def __init__(self, kind: str, values: Any) -> None:
         try:
-            data = memoryview(values.data if isinstance(values, Column) else values)
+            data = memoryview(values.data if type(values) is Column else values)
         except TypeError:  # no array, but numbers one by one
             data = memoryview(array(kind, values))
         if data.format != kind:
             data = memoryview(array(kind, data.tolist()))
-        elif not data.readonly or not data.contiguous:
+        if not data.readonly or not data.contiguous:
             data = memoryview(data.tobytes()).cast(kind)  # type: ignore[call-overload]
-        self._data: memoryview | None = data.toreadonly()
-        self.source: Source | None = None
-        """Where the numbers are that are held elsewhere."""
-
-    @classmethod
-    def elsewhere(cls, source: Source) -> Column[N]:
-        """Return a column whose numbers are at `source` until somebody looks at them."""
-        made: Column[N] = cls.__new__(cls)
-        made._data, made.source = None, source
-        return made
-
-    @classmethod
-    def all_elsewhere(cls, sources: Sequence[Source]) -> list[Column[N]]:
-        """Return a column for each of many sources, without a call of Python for each."""
-        made: list[Any] = list(map(object.__new__, repeat(cls, len(sources))))
-        for name, values in (("_data", repeat(None)), ("source", sources)):
-            deque(map(getattr(cls, name).__set__, made, values), maxlen=0)
-        return made
-
-    @property
-    def data(self) -> memoryview:
-        """Return the numbers as a read-only view."""
-        if self._data is None:
-            assert self.source is not None
-            read = memoryview(self.source.read())
-            self._data = read if read.format == self.source.kind else read.cast(self.source.kind)  # type: ignore[call-overload]
-        return self._data
+        self.data = data
 
     @property
     def kind(self) -> str:
-        """Return the kind of the numbers, that of `array.array`."""
-        return self.source.kind if self._data is None and self.source else self.data.format
-
-    @property
-    def held(self) -> bool:
-        """Return whether the numbers are elsewhere."""
-        return self.source is not None
+        """The kind of the numbers, that of `array.array`."""
+        return self.data.format
 
     def tolist(self) -> list[N]:
-        """Return the numbers as a list."""
+        """The numbers as a list."""
         return self.data.tolist()  # type: ignore[return-value]
 
     def __len__(self) -> int:
-        return self.source.length if self._data is None and self.source else len(self.data)
+        return len(self.data)
 
     def __iter__(self) -> Iterator[N]:
         return iter(self.tolist())
@@ -108,8 +60,6 @@ class Column(Sequence[N]):
     def __getitem__(self, at: slice) -> Column[N]: ...
 
     def __getitem__(self, at: SupportsIndex | slice) -> N | Column[N]:
-        if isinstance(at, slice) and self.source is not None:
-            return Column.elsewhere(Cut(self, at))
         found: Any = self.data[at]
         return Column(self.data.format, found) if isinstance(at, slice) else found
 
@@ -120,15 +70,12 @@ class Column(Sequence[N]):
         return joined(Column(self.kind, other), self)
 
     def index(self, value: Any, *bounds: int) -> int:
-        """Return the first place of a number; raise ValueError if there is none."""
+        """Find the first place of a number. Raises ValueError if it does not occur."""
         return self.tolist().index(value, *bounds)
 
     def count(self, value: Any) -> int:
-        """Return how often a number occurs."""
-        if self.source is not None and (counted := self.source.counted(value)) is not None:
-            return counted
-        fast = self.data.format == "B" and value in (0, 1)
-        return self.data.tobytes().count(int(value)) if fast else self.tolist().count(value)
+        """Count how often a number occurs."""
+        return self.tolist().count(value)
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Column):
@@ -145,113 +92,40 @@ class Column(Sequence[N]):
         return repr(tuple(self.data))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return unpickled, (self.data.format, self.data.tobytes())
+        return unpickled, (self.kind, self.data.tobytes())  # a separate buffer costs more than a short answer
 
 
 def unpickled(kind: str, data: bytes) -> Column[Any]:
-    """Return the column of these bytes."""
+    """Make a column of bytes."""
     return Column(kind, memoryview(data).cast(kind))  # type: ignore[call-overload]
 
 
 def joined(first: Column[N], *others: Sequence[N]) -> Column[N]:
-    """Return columns and other sequences one after the other, in the kind of the first."""
-    kind: str = first.kind
-    given = (first, *(one if isinstance(one, Column) and one.kind == kind else Column(kind, one) for one in others))
-    # The parts of one that was joined before, since an answer may grow hundreds of times: by a round, or a turn.
-    parts = tuple(part for one in given for part in (one.source.parts if isinstance(one.source, Joint) else (one,)))
-    joint = Joint(kind, sum(map(len, given)), parts)
-    return Column.elsewhere(joint) if any(part.held for part in parts) else unpickled(kind, joint.read())
+    """Concatenate columns and other sequences, in the kind of the first."""
+    return unpickled(first.kind, b"".join(column(first.kind, one).data for one in (first, *others)))
 
 
 def ids(values: Any) -> Column[int]:
-    """Return token ids, a sequence of integers or an int32 array [L], as a column."""
+    """Make a column of token ids: a sequence of integers or an int32 array [L]."""
     return column("i", values)
 
 
 def mask(values: Any) -> Column[int]:
-    """Return 0 and 1 per token, a sequence or a uint8 array [L], as a column."""
+    """Make a column of 0 and 1 per token: a sequence or a uint8 array [L]."""
     return column("B", values)
 
 
 def floats(values: Any) -> Column[float]:
-    """Return one number per token, a sequence or a float32 array [L], as a column."""
+    """Make a column of one number per token: a sequence or a float32 array [L]."""
     return column("f", values)
 
 
-def zeros(kind: str, length: int, *, beside: Column[Any]) -> Column[Any]:
-    """Return a column of zeros, which takes no memory if the one that it is beside is held elsewhere."""
-    runs = Runs(kind, length)
-    return Column.elsewhere(runs) if beside.held else Column(kind, runs.read())
-
-
 def column(kind: str, values: Any) -> Column[Any]:
-    """Return `values` as a column of this kind: themselves if they are one."""
-    return values if type(values) is Column and values.kind == kind else Column(kind, values)
+    """Make a column of this kind, unless `values` are one."""
+    return values if type(values) is Column and values.data.format == kind else Column(kind, values)
 
 
 def hold(value: Any, **kinds: str) -> None:
     """Make the fields of a frozen value columns of these kinds."""
     for name, kind in kinds.items():
-        if type(given := getattr(value, name)) is not Column or given.kind != kind:
-            object.__setattr__(value, name, Column(kind, given))
-
-
-# ---------------------------------------------------------------- sources that are made of others
-
-
-class Runs(NamedTuple):
-    """Zeros, and ones in some spans (start, end), which follow each other.
-
-    >>> mask(Runs("B", 4, ((1, 3),)).read()), Runs("B", 4, ((1, 3),)).counted(1)
-    ((0, 1, 1, 0), 2)
-    """
-
-    kind: str
-    length: int
-    spans: tuple[tuple[int, int], ...] = ()
-
-    def read(self) -> memoryview:
-        made = array(self.kind, bytes(self.length * array(self.kind).itemsize))
-        for start, end in self.spans:
-            made[start:end] = array(self.kind, [1]) * (end - start)
-        return memoryview(made).toreadonly()
-
-    def counted(self, value: Any) -> int:
-        ones = sum(end - start for start, end in self.spans)
-        return {0: self.length - ones, 1: ones}.get(value, 0)
-
-
-class Joint(NamedTuple):
-    """Columns one after the other."""
-
-    kind: str
-    length: int
-    parts: tuple[Column[Any], ...]
-
-    def read(self) -> bytes:
-        return b"".join(part.data for part in self.parts)
-
-    def counted(self, value: Any) -> int:
-        return sum(part.count(value) for part in self.parts)
-
-
-class Cut(NamedTuple):
-    """A slice of a column that is held elsewhere."""
-
-    whole: Column[Any]
-    part: slice
-
-    @property
-    def kind(self) -> str:
-        kind: str = self.whole.kind
-        return kind
-
-    @property
-    def length(self) -> int:
-        return len(range(len(self.whole))[self.part])
-
-    def read(self) -> memoryview:
-        return memoryview(self.whole.data[self.part].tobytes())
-
-    def counted(self, value: Any) -> None:
-        return None
+        object.__setattr__(value, name, column(kind, getattr(value, name)))

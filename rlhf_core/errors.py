@@ -41,6 +41,10 @@ class ArtifactError(RlhfError, RuntimeError):
     """Raised if the store could not read, verify or commit an artifact."""
 
 
+class DiskFullError(ArtifactError):
+    """A disk has no space left; the command line ends with another status than for invalid input."""
+
+
 class SamplingError(RlhfError, RuntimeError):
     """Raised if the sampler failed; names the request."""
 
@@ -81,13 +85,15 @@ def explain(key: str, value: object, rule: str, remedy: str) -> str:
 def nearest(name: str, names: Sequence[str], *, ending: str = "") -> str:
     """Return the remedy for a misspelled name: the one of `names` that was probably meant, else all of them.
 
-    `ending` is shown behind each name, and not compared.
+    `ending` is shown behind each name, and not compared. Of two sides, such as `response1` and `response2`, none is guessed
+    for a name with another last letter.
 
     >>> nearest("finl_number", ["final_number", "finished"])
     'did you mean final_number?'
     """
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    if near:
+    near = difflib.get_close_matches(name, names, n=2, cutoff=0.5)
+    sides = len(near) == 2 and near[0][:-1] == near[1][:-1] and name[-1:] != near[0][-1:]
+    if near and not sides:
         return f"did you mean {near[0]}{ending}?"
     known = ", ".join(f"{one}{ending}" for one in sorted(names))
     return f"choose from {known}" if names else "check the spelling"

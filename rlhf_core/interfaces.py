@@ -1,26 +1,30 @@
 """Define the interfaces through which a stage uses engines; training, sampling, runtime and tracking implement them."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Literal, ParamSpec, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
 
-from rlhf_core.config.engines import BaseSamplerConfig, LoraConfig, OptimizerConfig, SamplingConfig
 from rlhf_core.types import (
     Column,
     Completion,
-    DistillationSample,
     Generation,
-    PolicySample,
-    PreferenceSample,
-    RewardPair,
     SamplingRequest,
-    StepSample,
     TokenSample,
     TopLogprobs,
-    ValueSample,
 )
+
+# A plan imports this module, and has no use for NumPy; stages without engines for none of their options.
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from rlhf_core.config.engines import BaseSamplerConfig, OptimizerConfig, SamplingConfig
+    from rlhf_core.config.models import LoraConfig
+    from rlhf_core.sequences import Samples, Sequences, Subset
 
 Role = Literal["policy", "reference", "value_model", "reward_model", "teacher"]
 Metrics = dict[str, float]
@@ -31,9 +35,8 @@ TransferVerb = Literal["init", "start", "update", "finish"]
 Probes = Mapping[str, tuple[tuple[int, ...], object]]
 """Tensor name -> (shape of the whole tensor, float32 CPU tensor of some of its rows)."""
 T = TypeVar("T")
-P = ParamSpec("P")
-C = TypeVar("C", bound=BaseSamplerConfig)
-C_contra = TypeVar("C_contra", bound=BaseSamplerConfig, contravariant=True)
+C = TypeVar("C", bound="BaseSamplerConfig")
+C_contra = TypeVar("C_contra", bound="BaseSamplerConfig", contravariant=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,16 +89,16 @@ class WeightsInParts(Protocol):
 
 
 class Objective(Protocol):
-    """A loss with its scalars: `TrainingObjective` of `rlhf_core.training.objectives.base`, declared without torch.
+    """A loss with its scalars, declared without torch. It is picklable and frozen, because it is sent to every rank."""
 
-    It is picklable and frozen, because it is sent to every rank.
-    """
-
-    def denominators(self, samples: Sequence[Any]) -> Metrics:
+    def denominators(self, samples: Any) -> Metrics:
         """Return the counts by which the losses of all micro-batches on all ranks are divided."""
 
-    def compute(self, model: Any, samples: Sequence[Any], denominators: Mapping[str, float]) -> Any:
-        """Return the `LossOutput` of `samples`, one micro-batch, for a `PlacedModel` of that module."""
+    def compute(self, model: Any, samples: Any, denominators: Mapping[str, float]) -> Any:
+        """Compute the share of `samples`, one micro-batch, in the step's loss and metrics, which include `loss`.
+
+        `model` is a `PlacedModel` of `rlhf_core.training.objectives.base`; the result is a `LossOutput`.
+        """
 
 
 class Trainer(Protocol):
@@ -107,13 +110,7 @@ class Trainer(Protocol):
 
     def forward_backward(
         self,
-        samples: Sequence[TokenSample]
-        | Sequence[RewardPair]
-        | Sequence[StepSample]
-        | Sequence[PreferenceSample]
-        | Sequence[PolicySample]
-        | Sequence[ValueSample]
-        | Sequence[DistillationSample],
+        samples: Samples,
         objective: Objective,
     ) -> Metrics:
         """Accumulate the gradient of `objective` over `samples` (all of one optimizer step); return its metrics."""
@@ -122,15 +119,21 @@ class Trainer(Protocol):
         """Clip the gradient, update the weights and clear the gradient; return `grad_norm` and `learning_rate`."""
 
     def logprobs(
-        self, samples: Sequence[TokenSample], *, temperature: float, adapters: bool = True
-    ) -> Sequence[Column[float]]:
-        """Return log p(token t | tokens < t) for every token of each sample, 0.0 where the mask is 0."""
+        self, samples: Sequences | Subset, *, temperature: float, adapters: bool = True
+    ) -> NDArray[np.float32]:
+        """Compute log p(token t | tokens < t) of every token [S], 0.0 where the mask is 0."""
 
     def top_logprobs(self, samples: Sequence[TokenSample], *, k: int, temperature: float) -> list[TopLogprobs]:
         """Return the `k` likeliest tokens at each masked position of each sample; all of them, in order, for k = 0."""
 
-    def values(self, samples: Sequence[TokenSample]) -> Sequence[Column[float]]:
-        """Return the value before each token, 0.0 where the mask is 0."""
+    def values(self, samples: Sequences | Subset) -> NDArray[np.float32]:
+        """Compute the value before every token [S], 0.0 where the mask is 0."""
+
+    def keep(self, sequences: Sequences) -> Sequences:
+        """Move sequences to where all ranks read them. Nobody may write to the arrays of the result."""
+
+    def compute(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call a picklable function in the process of rank 0, so that the calling process does not compute."""
 
     def scores(self, sequences: Sequence[Column[int]]) -> list[float]:
         """Return one reward-model score per token sequence, read at its last token."""
@@ -138,7 +141,7 @@ class Trainer(Protocol):
     def step_scores(self, samples: Sequence[TokenSample]) -> list[Column[float]]:
         """Return the process reward model's logit at each masked token of each sample: one per step, in order."""
 
-    def loss(self, samples: Sequence[Any], objective: Objective) -> Metrics:
+    def loss(self, samples: Samples, objective: Objective) -> Metrics:
         """Return the metrics of `objective` without gradients (evaluation)."""
 
     def weights(self) -> Weights:
@@ -160,20 +163,26 @@ class Trainer(Protocol):
         """Write the model in Hugging Face layout (safetensors, LoRA merged), with its tokenizer."""
 
 
+def logprob_rows(trainer: Trainer, samples: Sequence[TokenSample], *, temperature: float = 1.0) -> list[list[float]]:
+    """The log-probs of each sample's tokens as Python floats, whose sums are in float64."""
+    from rlhf_core.sequences import Sequences
+
+    tokens = Sequences.of(samples)
+    return [row.tolist() for row in tokens.split(trainer.logprobs(tokens, temperature=temperature))]
+
+
 class RankTrainer(Trainer, Protocol):
     """One rank's share of a `Trainer`, driven by a runtime."""
 
     def forward_backward(
-        self, samples: Sequence[Any], objective: Objective, denominators: Mapping[str, float] | None = None
+        self, samples: Samples, objective: Objective, denominators: Mapping[str, float] | None = None
     ) -> Metrics:
         """Accumulate the gradient over this rank's `samples`; `denominators` count the samples of all ranks.
 
         Without `denominators`, `samples` is the whole optimizer step.
         """
 
-    def loss(
-        self, samples: Sequence[Any], objective: Objective, denominators: Mapping[str, float] | None = None
-    ) -> Metrics:
+    def loss(self, samples: Samples, objective: Objective, denominators: Mapping[str, float] | None = None) -> Metrics:
         """Return this rank's share of the metrics of `objective`, without gradients."""
 
     @property
@@ -300,17 +309,6 @@ class SamplerEngine(Generic[C]):
     built_for: Callable[[], str] = str
 
 
-class Apart(Protocol):
-    """`Runtime.apart`."""
-
-    def __call__(self, function: Callable[P, T], /, *arguments: P.args, **keywords: P.kwargs) -> T: ...
-
-
-def here(function: Callable[P, T], /, *arguments: P.args, **keywords: P.kwargs) -> T:
-    """Return what `function` makes of its arguments: `Apart` where all columns are in this process."""
-    return function(*arguments, **keywords)
-
-
 class Runtime(Protocol):
     """The owner of the engines. Handles lease warm workers: leaving a `with` block frees the role, not the process."""
 
@@ -322,13 +320,6 @@ class Runtime(Protocol):
 
     def together(self, *work: Callable[[], T]) -> list[T]:
         """Return the results of calls of trainers, which models in pools of their own make at the same time."""
-
-    def apart(self, function: Callable[P, T], /, *arguments: P.args, **keywords: P.kwargs) -> T:
-        """Return what `function` makes of its arguments, where the columns are that these hold.
-
-        The columns of a large step are held by the workers that made them, and nobody else needs to read them. `function`
-        and its arguments are pickled then.
-        """
 
     def prewarm(self, *, trainer: bool, sampler: bool) -> None:
         """Start workers in the background so that the first stage that needs them does not wait for imports."""

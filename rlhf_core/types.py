@@ -10,22 +10,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
 from rlhf_core.columns import Column as Column
-from rlhf_core.columns import Runs, hold
 from rlhf_core.columns import floats as floats
+from rlhf_core.columns import hold
 from rlhf_core.columns import ids as ids
 from rlhf_core.columns import joined as joined
 from rlhf_core.columns import mask as mask
-from rlhf_core.columns import zeros as zeros
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import numpy as np
     from numpy.typing import NDArray
 
@@ -34,6 +32,7 @@ CHAMPION = "champion"
 FEWEST_PROMPTS = 6
 """The fewest prompts that can show anything at 95 %: n of n in one direction have p = 2 * 0.5^n, below 0.05 from 6 on."""
 FinishReason: TypeAlias = Literal["stop", "length"]
+T = TypeVar("T")
 
 
 # ---------------------------------------------------------------- between stages: artifact handles
@@ -228,8 +227,10 @@ class Completion:
         hold(self, token_ids="i", logprobs="f")
         if len(self.token_ids) != len(self.logprobs):
             raise ValueError(f"{len(self.token_ids)} tokens but {len(self.logprobs)} logprobs; each token needs one")
+        if not self.spans:
+            return
         bounds = [bound for span in self.spans for bound in (span.start, span.end)]
-        if bounds != sorted(bounds) or (bounds and not 0 <= bounds[0] <= bounds[-1] <= len(self.token_ids)):
+        if bounds != sorted(bounds) or not 0 <= bounds[0] <= bounds[-1] <= len(self.token_ids):
             raise ValueError(f"spans = {bounds}: must follow each other within the {len(self.token_ids)} tokens")
 
     @property
@@ -239,14 +240,17 @@ class Completion:
         >>> Completion((5, 6, 7), (-0.1, 0.0, -0.2), "", "stop", 0, 1, (ActionSpan(0, 1, 0), ActionSpan(2, 3, 0))).action_mask
         (1, 0, 1)
         """
-        length = len(self.token_ids)
-        runs = Runs("B", length, tuple((span.start, span.end) for span in self.spans) or ((0, length),))
-        return Column.elsewhere(runs) if self.token_ids.held else mask(runs.read())
+        if not self.spans:
+            return mask(b"\1" * len(self.token_ids))
+        made = bytearray(len(self.token_ids))
+        for span in self.spans:
+            made[span.start : span.end] = b"\1" * (span.end - span.start)
+        return mask(made)
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A completion with its prompt, not yet scored."""
+    """A completion with its prompt."""
 
     prompt: Prompt
     prompt_ids: Column[int]
@@ -262,7 +266,7 @@ def answered(prompt: Prompt, text: str) -> Generation:
 
 
 @dataclass(frozen=True, slots=True)
-class Rollout:
+class Rollout(Generation):
     """A scored generation. Selection and training use `reward`; `reward_components` holds its parts.
 
     A component that does not apply is left out. `invalid` is the reason why there is no reward (`reward` is then NaN): such a
@@ -270,16 +274,10 @@ class Rollout:
     dynamic sampling; it is None if the term gives none, or if the reward has several terms.
     """
 
-    prompt: Prompt
-    prompt_ids: Column[int]
-    completion: Completion
     reward: float
     reward_components: dict[str, float]
     invalid: str = ""
     score: float | None = None
-
-    def __post_init__(self) -> None:
-        hold(self, prompt_ids="i")
 
 
 # ---------------------------------------------------------------- advantage to collate: one row of a training batch
@@ -298,23 +296,13 @@ class TokenSample:
 
     def __post_init__(self) -> None:
         hold(self, token_ids="i", loss_mask="B")
-        _check_lengths(self)
+        lengths = {name: len(getattr(self, name)) for name in self.__dataclass_fields__}
+        if set(lengths.values()) != {len(self.token_ids)}:
+            raise ValueError(f"{type(self).__name__}: {lengths}: every field has one entry per token; align them first")
 
     def until_trained(self) -> Column[int]:
         """Return the tokens up to the last trained one, where a sampled answer ends too: templates add more."""
         return self.token_ids[: len(self.loss_mask) - self.loss_mask[::-1].index(1)]
-
-
-def token_samples(answers: Sequence[Generation | Rollout]) -> list[TokenSample]:
-    """Return prompts and completions as one sequence each, with a mask of the tokens that the policy sampled."""
-    return [
-        TokenSample(
-            joined(one.prompt_ids, made.token_ids),
-            joined(zeros("B", len(one.prompt_ids), beside=made.token_ids), made.action_mask),
-        )
-        for one in answers
-        for made in (one.completion,)
-    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,20 +318,18 @@ class RewardPair:
 
 
 @dataclass(frozen=True, slots=True)
-class StepSample:
+class StepSample(TokenSample):
     """An answer with judged steps: at each step's last token the mask is 1 and `labels` holds P(the step is right).
 
     >>> StepSample(token_ids=(5, 7, 2), loss_mask=(0, 1, 1), labels=(0.0, 1.0, 0.3)).labels[2]
     0.3
     """
 
-    token_ids: Column[int]
-    loss_mask: Column[int]
     labels: Column[float]
 
     def __post_init__(self) -> None:
-        hold(self, token_ids="i", loss_mask="B", labels="d")
-        _check_lengths(self)
+        hold(self, labels="d")
+        TokenSample.__post_init__(self)  # super() does not find a class with slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,39 +355,6 @@ class AnswerSample:
     ref_logprob: float
     mismatched: TokenSample
     ref_mismatched_logprob: float
-
-
-@dataclass(frozen=True, slots=True)
-class PolicySample:
-    """A rollout ready for the policy loss. `rollout_logprobs` are the sampler's, `old_logprobs` the trainer's before
-    the update, `ref_logprobs` the reference's, empty if no reference is used. All others are per token, length L."""
-
-    token_ids: Column[int]
-    loss_mask: Column[int]
-    rollout_logprobs: Column[float]
-    old_logprobs: Column[float]
-    ref_logprobs: Column[float]
-    advantages: Column[float]
-
-    def __post_init__(self) -> None:
-        hold(
-            self, token_ids="i", loss_mask="B", rollout_logprobs="f", old_logprobs="f", ref_logprobs="f", advantages="f"
-        )
-        _check_lengths(self)
-
-
-@dataclass(frozen=True, slots=True)
-class ValueSample:
-    """A rollout ready for the value loss: `old_values` before the update and the `returns` to fit, per token."""
-
-    token_ids: Column[int]
-    loss_mask: Column[int]
-    old_values: Column[float]
-    returns: Column[float]
-
-    def __post_init__(self) -> None:
-        hold(self, token_ids="i", loss_mask="B", old_values="f", returns="f")
-        _check_lengths(self)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -438,18 +391,6 @@ class DistillationSample:
             )
 
 
-def _check_lengths(sample: TokenSample | StepSample | PolicySample | ValueSample) -> None:
-    length = len(sample.token_ids)
-    wrong = [
-        name
-        for name in sample.__dataclass_fields__
-        if (found := len(getattr(sample, name))) != length and (found or name != "ref_logprobs")
-    ]
-    if wrong:
-        lengths = {name: len(getattr(sample, name)) for name in sample.__dataclass_fields__}
-        raise ValueError(f"{type(sample).__name__}: {lengths}: every field has one entry per token; align them first")
-
-
 def derive_seed(*parts: int | str) -> int:
     """Return a 31-bit seed that depends only on `parts` (sha256), so call order and restarts do not matter.
 
@@ -458,6 +399,15 @@ def derive_seed(*parts: int | str) -> int:
     """
     digest = hashlib.sha256(json.dumps(parts, separators=(",", ":")).encode()).digest()
     return int.from_bytes(digest[:4], "big") >> 1
+
+
+def chunks(rows: Sequence[T], size: int) -> list[Sequence[T]]:
+    """Split rows into parts of `size`, in order. The last part may have fewer.
+
+    >>> chunks([1, 2, 3], 2)
+    [[1, 2], [3]]
+    """
+    return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 
 # ---------------------------------------------------------------- text

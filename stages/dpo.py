@@ -18,7 +18,7 @@ from rlhf_core.algorithms.preference.base import AnswerMethod
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.tables import Feedback, Preference, read_feedback, read_preferences
 from rlhf_core.errors import DataError
-from rlhf_core.interfaces import ModelSpec
+from rlhf_core.interfaces import ModelSpec, logprob_rows
 from rlhf_core.models.architecture import check_longest
 from rlhf_core.stage.context import StageContext
 from rlhf_core.store.layout import write_json
@@ -32,6 +32,7 @@ from rlhf_core.training.objectives.preference import (
 )
 from rlhf_core.types import AnswerSample, Column, PolicyRef, PreferenceSample, PreferencesRef, TokenSample, mask
 from stages.config.dpo import DPOConfig
+from stages.sft import open_exports
 
 logger = logging.getLogger(__name__)
 
@@ -65,10 +66,14 @@ def run(
 
     objective, samples = prepared(config, pairs, single, reference, context)
     model = ModelSpec(path=str(context.path(policy)), head="lm", lora=config.lora, seed=context.seed)
+    exports = open_exports(config.exported_steps, config.loop, len(samples["train"]), context)
     with context.runtime.trainer("policy", model, config.optimizer) as trainer:
         ahead = look_ahead_of(objective)
-        result = fit(trainer, samples, objective, config.optimizer, config.loop, context, look_ahead=ahead)
+        result = fit(
+            trainer, samples, objective, config.optimizer, config.loop, context, look_ahead=ahead, exports=exports
+        )
         trainer.export(context.out)
+    exports.deliver(context.out)
     metrics = {
         "steps": result.steps,
         "train_pairs": len(pairs["train"]),
@@ -246,7 +251,7 @@ def reference_sums(
     sums: list[float] = []
     with context.runtime.trainer("reference", model, None) as trainer:
         for start in range(0, len(sequences), REFERENCE_CHUNK):
-            rows = trainer.logprobs(sequences[start : start + REFERENCE_CHUNK], temperature=1.0)
+            rows = logprob_rows(trainer, sequences[start : start + REFERENCE_CHUNK])
             sums.extend(summed(row, start + i) for i, row in enumerate(rows))
             context.progress(len(sums), len(sequences), f"reference log-probs, {split}")
     write_json(path, {"logprobs": sums})

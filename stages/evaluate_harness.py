@@ -7,7 +7,7 @@ from pathlib import Path
 from rlhf_core.errors import ConfigError
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.models.architecture import length_limit, read_config
-from rlhf_core.models.loading import load_tokenizer
+from rlhf_core.pretrained import load_tokenizer
 from rlhf_core.stage.context import StageContext
 from rlhf_core.suites.harness import measured
 from rlhf_core.suites.results import check_rows, record

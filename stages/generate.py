@@ -23,7 +23,7 @@ from rlhf_core.interfaces import Metrics, Sampler
 from rlhf_core.rollouts.answers import SINGLE_TURN, OpenEnvironments, answers, episode_metrics, open_environments
 from rlhf_core.stage.context import StageContext
 from rlhf_core.store.failures import failed_episodes
-from rlhf_core.types import Generation, GenerationsRef, Message, PolicyRef, Prompt, PromptsRef, derive_seed
+from rlhf_core.types import Generation, GenerationsRef, Message, PolicyRef, Prompt, PromptsRef, chunks, derive_seed
 from stages.config.generate import GenerateConfig
 
 TABLE_ROWS = 16  # in the tracker
@@ -78,10 +78,6 @@ def chosen(prompts: Sequence[Prompt], config: GenerateConfig) -> list[Prompt]:
     return found
 
 
-def cut(prompts: Sequence[Prompt], shard_size: int) -> list[Sequence[Prompt]]:
-    return [prompts[start : start + shard_size] for start in range(0, len(prompts), shard_size)]
-
-
 def sample_shards(
     config: GenerateConfig,
     prompts: Sequence[Prompt],
@@ -98,7 +94,7 @@ def sample_shards(
     """
     finished = finished_shards(folder)
     answered = sum(map(count_rows, finished)) // config.samples_per_prompt
-    pieces = cut(prompts[answered:], config.shard_size)
+    pieces = chunks(prompts[answered:], config.shard_size)
     if not pieces:
         return
     with ExitStack() as leases:

@@ -1,12 +1,12 @@
 """Policy optimization: sample with vLLM, score, estimate advantages, update with a clipped loss, sync, repeat.
 
 PPO (arXiv 1707.06347, as used in 2203.02155) with a value model, or an estimator without one, such as GRPO or RLOO: those
-in `algorithms.advantage`, with the losses in `algorithms.policy`. One step, top to bottom in `run`, without the options:
+in `algorithms.advantage`, with the losses in `algorithms.policy`. One step, top to bottom in `run` and `learn`, without the options:
   sampler.load_weights   the sampler mu takes the policy's weights
   sampler.generate       y ~ mu(. | x); with `ahead` mu may have the weights of steps before
   score                  the terms of `rewards`: reward models, functions, judges, servers
   measure                log pi_old, log pi_ref and values of every token, before the update
-  estimate               A of every token, with the KL penalty in the rewards (`kl.in = "reward"`; else it is in the loss)
+  estimate_step          A of every token, with the KL penalty in the rewards (`kl.in = "reward"`; else it is in the loss)
   update                 the loss: of `clip` E[min(rho A, clip(rho) A)], rho = pi / pi_old, corrected by pi_old / mu
   end_step               held-out evaluation and monitors, which may roll the models back or end the run
 How a step is sampled (ahead of the training, in parts, in several rounds) is chosen by `open_rollouts`.
@@ -14,55 +14,54 @@ How a step is sampled (ahead of the training, in parts, in several rounds) is ch
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from rlhf_core.algorithms.distillation import normalized_weights
 from rlhf_core.algorithms.token_math import AdaptiveKL, FixedKL
-from rlhf_core.config.policy import DynamicSampling, KLAsLoss, PPOConfig, PtxConfig
+from rlhf_core.config.engines import SamplingConfig
+from rlhf_core.config.policy import KLAsLoss, PPOConfig, PtxConfig
 from rlhf_core.config.teachers import PolicyDistillation
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.mixing import rows_at, shuffled_indices
-from rlhf_core.data.shards import Drawn, RolloutLog
+from rlhf_core.data.shards import RolloutLog
 from rlhf_core.data.tables import read_demonstrations
 from rlhf_core.errors import ConfigError, DataError
-from rlhf_core.interfaces import Metrics, ModelSpec, Sampler, Trainer
-from rlhf_core.models.loading import check_same_tokens, shared_vocabulary
+from rlhf_core.interfaces import Metrics, ModelSpec, Objective, Sampler, Trainer
 from rlhf_core.rewards.scoring import Scorer, component_means, open_scorer
 from rlhf_core.rollouts.answers import OpenEnvironments, StepSampler, open_environments
 from rlhf_core.rollouts.guard import HeldOut, RunGuard, await_decision
-from rlhf_core.rollouts.prompts import BandOrder, ordered_prompts, split_prompts
-from rlhf_core.rollouts.scored_step import StepScorer, open_rollouts, rollout_metrics, with_greedy_rewards
-from rlhf_core.rows import chosen
+from rlhf_core.rollouts.prompts import BandOrder, open_band, ordered_prompts, split_prompts
+from rlhf_core.rollouts.scored_step import open_rollouts, rollout_metrics, with_greedy_rewards
 from rlhf_core.sampling.requests import stop_token_ids
+from rlhf_core.sequences import Sequences, Subset
 from rlhf_core.stage.context import StageContext
 from rlhf_core.store.checkpoints import Checkpoint
 from rlhf_core.training.adamw import scheduled_rate
 from rlhf_core.training.batching import averaged
-from rlhf_core.training.experience import Experience, Lesson, rows_to_train, sampled_logprobs
+from rlhf_core.training.experience import Experience, TeacherLogprobs, estimate_step
 from rlhf_core.training.exports import Exports
 from rlhf_core.training.moving_reference import AdaptersOff, MovingReference
 from rlhf_core.training.objectives.base import PolicyObjective, Scaled, SftObjective, ValueObjective
-from rlhf_core.training.trainer import check_updated
+from rlhf_core.training.skipped import check_updated
 from rlhf_core.types import (
     DemonstrationsRef,
     ModelRef,
     PolicyRef,
-    PolicySample,
     ProcessRewardModelRef,
     Prompt,
     PromptsRef,
     Rollout,
     TokenSample,
-    ValueSample,
     derive_seed,
-    floats,
-    token_samples,
 )
-from rlhf_core.user_code.dependencies import UserFunction
 
 __all__ = ["PPOConfig", "run"]
 
@@ -85,26 +84,45 @@ class Models:
     """Of a run with `distill`."""
 
 
-@dataclass(frozen=True)
-class Parts:
-    """What all steps of one run use, opened once."""
+@dataclass
+class TrainingState:
+    """The state that a checkpoint restores: models, rewards, sampler, order of prompts, and the KL controller."""
 
-    config: PPOConfig
-    context: StageContext
     models: Models
     sampler: StepSampler
-    score: StepScorer
-    guard: RunGuard
-    estimator_function: UserFunction | None
-    turn_weights: Mapping[str, float]
-    """Weight of a turn's reward that is assigned to the turn itself, by source."""
-    objective: PolicyObjective
-    """The policy's objective; its `kl_coef` is set at each step."""
-    demonstrated: Sequence[TokenSample]
-    """Samples that `ptx` mixes into the updates."""
-    ends: tuple[int, ...]
-    exports: Exports
     band: BandOrder | None
+    kl: FixedKL | AdaptiveKL
+
+    def save(self, folder: Path) -> None:
+        """Write the parts that have files."""
+        self.sampler.save(folder / "rollouts")
+        self.models.policy.save(folder / "policy")
+        if self.models.value_model:
+            self.models.value_model.save(folder / "value_model")
+        if isinstance(self.models.reference, MovingReference):
+            self.models.reference.save(folder)
+
+    def facts(self) -> dict[str, Any]:
+        """The other parts, as JSON."""
+        facts = {"kl": asdict(self.kl), "rewards": self.models.scorer.state()}
+        return facts | {"band": self.band.state()} if self.band else facts
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Load all parts except the sampler, which a rollback does not change."""
+        self.models.policy.load(checkpoint.path / "policy")
+        if self.models.value_model:
+            self.models.value_model.load(checkpoint.path / "value_model")
+        if isinstance(self.models.reference, MovingReference):
+            self.models.reference.load(checkpoint.path)
+        self.models.scorer.restore(checkpoint.state["rewards"])
+        if self.band:
+            self.band.restore(checkpoint.state["band"])
+        self.kl = replace(self.kl, **checkpoint.state["kl"])
+
+    def damage(self, folder: Path) -> str:
+        """The first damaged file of a checkpoint, or ""."""
+        value = self.models.value_model
+        return self.models.policy.damage(folder / "policy") or (value.damage(folder / "value_model") if value else "")
 
 
 def run(
@@ -122,103 +140,58 @@ def run(
     """Optimize `policy` on `prompts` for the rewards, or to be like `teachers`, held near `reference`; return the new policy."""
     await_decision(context)
     with ExitStack() as leases:
-        parts = open_parts(
-            config, policy, reference, prompts, reward_models, demonstrations, teachers or {}, critic, context, leases
+        folder = context.path(policy)
+        chat = ChatTemplate.load(folder)
+        rows, held_out = split_prompts(
+            config, ordered_prompts(config, context.path(prompts), key=context.label), key=context.label
         )
-        models, sampler, guard = parts.models, parts.sampler, parts.guard
-        first, kl, metrics = start_or_resume(parts)
+        context.tracker.dataset("prompts", prompts.digest, "training")
+        context.tracker.input_model(policy.digest)
+        demonstrated = load_demonstrations(config.ptx, chat, demonstrations, context)
+        # First, since a mistake in them shows in a second; the models take minutes.
+        environments = open_environments(config, folder, leases, context)
+        models = lease_models(config, policy, reference, reward_models, teachers or {}, critic, context, leases)
+        band = open_band(config, rows, seed=context.seed)
+        log = RolloutLog(context.work / "rollouts")
+        leases.callback(log.wait)  # a retry of a failed run would write the same step
+        # Last, so that nothing is being sampled when the engines are given back.
+        sampler, score = leases.enter_context(open_rollouts(
+            config, models.sampler, models.scorer, chat, rows, log,
+            seed=context.seed, environments=environments, band=band, note_failed=context.failed,
+        ))  # fmt: skip
+        guard = open_guard(config, models, sampler, chat, held_out, reward_models, environments, context, leases)
+        ends = tuple(stop_token_ids(folder, tokenizer_eos=chat.eos_id))
+        exports = Exports(config.exported_steps, context.work)
+        state = TrainingState(models, sampler, band, initial_kl(config))
+        first, metrics = start_or_resume(config, state, guard, context)
         for step in guard.steps(first):
             began = time.perf_counter()
             sampler.load_weights(models.policy.weights, version=step)
             drawn = sampler.generate(step)
             took = {"time/wait_for_rollouts": time.perf_counter() - began}
-            rollouts = parts.score(step, drawn)
-            sampled = sampling_metrics(parts, step, drawn, rollouts)
-            if parts.band:
-                parts.band.after(step, [one.prompt for one in drawn.generations], rollouts)
-                sampled |= parts.band.metrics()
+            rollouts = score(step, drawn)
+            sampled = rollout_metrics(step, drawn, rollouts, config, ahead=sampler.ahead, ends=ends)
+            if band:
+                band.after(step, [one.prompt for one in drawn.generations], rollouts)
+                sampled |= band.metrics()
             began = time.perf_counter()
-            rollouts, greedy = with_baseline(parts, step, rollouts)
-            experience = measure(parts, rollouts)
-            policy_rows, value_rows, estimated = estimate(parts, step, experience, greedy, kl.coef)
-            updated = update(parts, step, policy_rows, value_rows, kl.coef)
+            rollouts, updated = learn(
+                config, state, rollouts, demonstrated, log,
+                step=step, scale=guard.learning_rate_scale, context=context,
+            )  # fmt: skip
             took["time/train"] = time.perf_counter() - began
-            metrics = estimated | updated | sampled | component_means(rollouts) | models.scorer.logs()
-            kl, metrics = end_step(parts, step, kl, metrics, took, rollouts)
+            metrics = updated | sampled | component_means(rollouts) | models.scorer.logs()
+            metrics = end_step(config, state, guard, exports, metrics, took, rollouts, step=step + 1, context=context)
         metrics = guard.export(models.policy) | metrics
-    parts.exports.deliver(context.out)
+    exports.deliver(context.out)
     return context.commit(PolicyRef, metrics=metrics)
 
 
-def open_parts(
-    config: PPOConfig,
-    policy: PolicyRef,
-    reference: PolicyRef,
-    prompts: PromptsRef,
-    reward_models: dict[str, ModelRef],
-    demonstrations: DemonstrationsRef | None,
-    teachers: Mapping[str, PolicyRef],
-    critic: ModelRef | None,
-    context: StageContext,
-    leases: ExitStack,
-) -> Parts:
-    """Read the inputs and open all parts of the run; `leases` end them."""
-    folder = context.path(policy)
-    chat = ChatTemplate.load(folder)
-    given = ordered_prompts(config, context.path(prompts), key=context.label)
-    rows, held_out = split_prompts(config, given, key=context.label)
-    context.tracker.dataset("prompts", prompts.digest, "training")
-    context.tracker.input_model(policy.digest)
-    demonstrated = demonstrated_samples(config.ptx, chat, demonstrations, context)
-    # First, since a mistake in them shows in a second; the models take minutes.
-    environments = open_environments(config, folder, leases, context)
-    models = lease_models(config, policy, reference, reward_models, teachers, critic, context, leases)
-    band = BandOrder(rows, config.band, seed=context.seed) if config.order == "band" else None
-    rollouts = open_rollouts(
-        config,
-        models.sampler,
-        models.scorer,
-        chat,
-        rows,
-        RolloutLog(context.work / "rollouts"),
-        seed=context.seed,
-        environments=environments,
-        band=band,
-        note_failed=context.failed,
-        apart=context.runtime.apart,
-    )
-    # Last, so that nothing is being sampled when the engines are given back.
-    sampler, score = leases.enter_context(rollouts)
-    guard = open_guard(config, models, sampler, chat, held_out, reward_models, environments, context, leases)
-    return Parts(
-        config=config,
-        context=context,
-        models=models,
-        sampler=sampler,
-        score=score,
-        guard=guard,
-        estimator_function=context.user_function(config.advantage),
-        turn_weights={source: config.turn_weight(source) for source in {one.source for one in rows}},
-        objective=open_objective(config, context),
-        demonstrated=demonstrated,
-        ends=tuple(stop_token_ids(folder, tokenizer_eos=chat.eos_id)),
-        exports=Exports(config.exported_steps, context.work),
-        band=band,
-    )
-
-
-def open_objective(config: PPOConfig, context: StageContext) -> PolicyObjective:
-    """Return the objective of an update, with the KL coefficient 0 that each step sets."""
-    return PolicyObjective(
-        loss=config.loss,
-        max_length=config.longest(config.sampling.max_tokens),
-        temperature=config.sampling.temperature,
-        kl_coef=0.0,
-        entropy_coef=config.entropy_coef,
-        correction=config.correction,
-        kl_estimator=config.kl.estimator if isinstance(config.kl, KLAsLoss) else "k2",
-        function=context.user_function(config.loss),
-    )
+def initial_kl(config: PPOConfig) -> FixedKL | AdaptiveKL:
+    """The KL controller of the first step."""
+    if config.kl.target > 0:
+        return AdaptiveKL(coef=config.kl.coef, target=config.kl.target, horizon=config.kl.horizon)
+    return FixedKL(coef=config.kl.coef)
 
 
 def lease_models(
@@ -233,7 +206,7 @@ def lease_models(
 ) -> Models:
     """Lease the engines: the value model starts from `critic`, else from a reward model if there is one, else from the policy."""
     weighted = config.distill.teachers if config.distill else {}
-    taught = {name: named_teacher(name, teachers, policy, context) for name in weighted}
+    taught = {name: teacher_spec(name, teachers, policy, context) for name in weighted}
     folder = str(context.path(policy))
     actor = ModelSpec(path=folder, head="lm", lora=config.lora, seed=context.seed)
     value_model: Trainer | None = None
@@ -244,6 +217,8 @@ def lease_models(
         names = sorted(scoring, key=lambda name: (isinstance(scoring[name], ProcessRewardModelRef), name))
         start = critic or (reward_models[names[0]] if names else policy)
         if critic:
+            from rlhf_core.models.loading import check_same_tokens  # imports peft, which only workers need otherwise
+
             check_same_tokens(context.path(policy), context.path(critic), key=f"{context.label}.critic")
         spec = ModelSpec(path=str(context.path(start)), head="value", lora=config.value.lora, seed=context.seed)
         value_model = leases.enter_context(context.runtime.trainer("value_model", spec, config.value.optimizer))
@@ -266,8 +241,10 @@ def lease_models(
     )
 
 
-def named_teacher(name: str, teachers: Mapping[str, PolicyRef], policy: PolicyRef, context: StageContext) -> ModelSpec:
-    """Return the model of a teacher; ConfigError if it is missing, or if its vocabulary is not that of `policy`."""
+def teacher_spec(name: str, teachers: Mapping[str, PolicyRef], policy: PolicyRef, context: StageContext) -> ModelSpec:
+    """The model of a teacher. Raises ConfigError if it is missing, or if its vocabulary is not that of `policy`."""
+    from rlhf_core.models.loading import shared_vocabulary  # imports peft, as above
+
     key = f"{context.label}.distill.teachers.{name}"
     if name not in teachers:
         raise ConfigError(key, None, "is not among the given teachers", "give a policy of this name")
@@ -288,7 +265,7 @@ def open_guard(
     context: StageContext,
     leases: ExitStack,
 ) -> RunGuard:
-    """Return the guard of a run; `leases` hold the engines of its independent rewards."""
+    """Open the guard of a run; `leases` hold the engines of its independent rewards."""
     evaluated: HeldOut | None = None
     if config.evaluate is not None:
         independent = config.evaluate.independent
@@ -315,10 +292,10 @@ def open_guard(
     )
 
 
-def demonstrated_samples(
+def load_demonstrations(
     ptx: PtxConfig | None, chat: ChatTemplate, demonstrations: DemonstrationsRef | None, context: StageContext
 ) -> list[TokenSample]:
-    """Return the tokens of the demonstrations that `ptx` mixes into the updates; [] without `ptx`."""
+    """Load the demonstrations that `ptx` mixes into the updates; [] without `ptx`."""
     if ptx is None:
         return []
     if demonstrations is None:
@@ -331,237 +308,239 @@ def demonstrated_samples(
     return samples
 
 
-def sampling_metrics(parts: Parts, step: int, drawn: Drawn, rollouts: Sequence[Rollout]) -> Metrics:
-    """Return `rollout/*` of what was sampled for a step."""
-    config = parts.config
-    return rollout_metrics(
-        step,
-        drawn,
-        rollouts,
-        prompts_per_step=config.prompts_per_step,
-        group_size=config.samples_per_prompt,
-        episodes=bool(config.agent or config.agents),
-        dynamic_sampling=config.ahead if isinstance(config.ahead, DynamicSampling) else None,
-        ahead=parts.sampler.ahead,
-        ends=parts.ends,
-        stop=config.sampling.stop,
-        apart=parts.context.runtime.apart,
+def learn(
+    config: PPOConfig,
+    state: TrainingState,
+    rollouts: Sequence[Rollout],
+    demonstrated: Sequence[TokenSample],
+    log: RolloutLog,
+    *,
+    step: int,
+    scale: float,
+    context: StageContext,
+) -> tuple[Sequence[Rollout], Metrics]:
+    """Measure the rollouts of a step, estimate their advantages, and update the models.
+
+    Returns the rollouts that were used: all, or the ones with a greedy answer if the estimator compares with it (remax).
+    """
+    models, greedy, sampling = state.models, tuple[float, ...](), config.at(step).sampling
+    if config.estimator and config.estimator.asks_greedy:
+        rollouts, greedy = with_greedy_rewards(
+            models.sampler, rollouts, sampling, models.scorer,
+            step=step, group_size=config.samples_per_prompt, note_failed=context.failed,
+        )  # fmt: skip
+    measured = measure(config, models, rollouts, sampling.temperature, together=context.runtime.together)
+    turn_weights = {source: config.turn_weight(source) for source in {one.prompt.source for one in rollouts}}
+    estimate = models.policy.compute(
+        partial(
+            estimate_step, answers=measured.answers, teachers=measured.teachers, config=config,
+            function=context.user_function(config.advantage), greedy=greedy, kl_coef=state.kl.coef,
+            turn_weights=[turn_weights[one.prompt.source] for one in rollouts],
+            seed=derive_seed(context.seed, "loss_choice", step),
+        ),
+        measured.sequences,
+    )  # fmt: skip
+    batch = measured.sequences.with_fields(advantages=estimate.advantages, returns=estimate.returns)
+    log.wait()  # an update follows from rollouts that a resumed run finds again
+    objective = policy_objective(config, context, sampling, kl_coef=state.kl.coef)
+    updated = update(
+        config, models, batch, estimate.rows, objective, demonstrated, step=step, scale=scale, context=context
     )
+    return rollouts, estimate.metrics | updated
 
 
-def with_baseline(parts: Parts, step: int, rollouts: Sequence[Rollout]) -> tuple[Sequence[Rollout], tuple[float, ...]]:
-    """Return the rollouts that have the baseline of their estimator, and the greedy rewards of one that compares with them."""
-    config, models, failed = parts.config, parts.models, parts.context.failed
-    if config.estimator is None or not config.estimator.asks_greedy:
-        return rollouts, ()
-    size = config.samples_per_prompt
-    return with_greedy_rewards(
-        models.sampler, rollouts, config.sampling, models.scorer, step=step, group_size=size, note_failed=failed
-    )
-
-
-def measure(parts: Parts, rollouts: Sequence[Rollout]) -> Experience:
-    """Return the rollouts with log pi_old, log pi_ref and the value of every token, all from before the update."""
-    config, models = parts.config, parts.models
-    samples = parts.context.runtime.apart(token_samples, rollouts)
-    temperature = config.sampling.temperature
-    bypass = config.correction.pi_old == "sampler"
-    lessons = lessons_of(config.distill, models.teachers, rollouts, samples, temperature) if config.distill else ()
+def measure(
+    config: PPOConfig,
+    models: Models,
+    rollouts: Sequence[Rollout],
+    temperature: float,
+    *,
+    together: Callable[..., list[Any]],
+) -> Experience:
+    """Measure log pi_old, log pi_ref and the value of every token before the update."""
     policy, reference, value_model = models.policy, models.reference, models.value_model
-    old, ref, values = parts.context.runtime.together(
-        lambda: sampled_logprobs(rollouts) if bypass else policy.logprobs(samples, temperature=temperature),
-        lambda: reference.logprobs(samples, temperature=temperature) if reference else (),
-        lambda: value_model.values(samples) if value_model else (),
+    sampled = Experience.of(rollouts)
+    sampled = replace(sampled, sequences=policy.keep(sampled.sequences))
+    sequences = sampled.sequences
+    tokens = Subset(sequences.select_fields(), np.arange(len(sequences)))
+    bypass = config.correction.pi_old == "sampler"
+    old, ref, values = together(
+        lambda: sequences.fields["rollout_logprobs"] if bypass else policy.logprobs(tokens, temperature=temperature),
+        lambda: reference.logprobs(tokens, temperature=temperature) if reference else None,
+        lambda: value_model.values(tokens) if value_model else None,
     )
-    return Experience(rollouts, samples, old, ref, values, lessons)
+    outputs = {"old_logprobs": old, "ref_logprobs": ref, "old_values": values}
+    sequences = sequences.with_fields(**{name: values_S for name, values_S in outputs.items() if values_S is not None})
+    taught = (
+        measure_teachers(config.distill, models.teachers, rollouts, sequences, temperature) if config.distill else ()
+    )
+    return replace(sampled, sequences=sequences, teachers=taught)
 
 
-def lessons_of(
+def measure_teachers(
     config: PolicyDistillation,
     teachers: Mapping[str, Trainer],
     rollouts: Sequence[Rollout],
-    samples: Sequence[TokenSample],
+    sequences: Sequences,
     temperature: float,
-) -> tuple[Lesson, ...]:
-    """Return the log-probs of each teacher for the samples that it teaches: all, or those of its sources."""
-    lessons = []
+) -> tuple[TeacherLogprobs, ...]:
+    """Compute the log-probs of each teacher for the sequences that it teaches: all, or those from its sources."""
+    measured = []
     for name, weight in normalized_weights(config.teachers):
         sources = config.route.get(name, ())
-        rows = [at for at, one in enumerate(rollouts) if not config.route or one.prompt.source in sources]
-        made = teachers[name].logprobs(chosen(samples, rows), temperature=temperature) if rows else []
-        logprobs = dict(zip(rows, made, strict=True))
-        taught = tuple(logprobs.get(at, floats(())) for at in range(len(samples)))
-        lessons.append(Lesson(name, 1.0 if config.route else weight, taught))
-    return tuple(lessons)
+        teaches = np.array([not config.route or one.prompt.source in sources for one in rollouts])
+        logprobs = sequences.fields["old_logprobs"].copy()
+        if teaches.any():
+            taught = Subset(sequences.select_fields(), np.flatnonzero(teaches))
+            logprobs[np.repeat(teaches, sequences.lengths)] = teachers[name].logprobs(taught, temperature=temperature)
+        measured.append(TeacherLogprobs(name, 1.0 if config.route else weight, logprobs, teaches))
+    return tuple(measured)
 
 
-def estimate(
-    parts: Parts, step: int, experience: Experience, greedy: Sequence[float], kl_coef: float
-) -> tuple[Sequence[PolicySample], Sequence[ValueSample], Metrics]:
-    """Return the rows of the policy and of the value model (`rows_to_train`), made where the columns of the step are."""
-    return parts.context.runtime.apart(
-        rows_to_train,
-        experience,
-        parts.config,
-        function=parts.estimator_function,
-        turn_weights=parts.turn_weights,
-        greedy=greedy,
-        kl_coef=kl_coef,
-        seed=derive_seed(parts.context.seed, "loss_choice", step),
+def policy_objective(
+    config: PPOConfig, context: StageContext, sampling: SamplingConfig, *, kl_coef: float
+) -> PolicyObjective:
+    """The objective of a step. `kl_coef` is in the loss, or in the rewards already."""
+    return PolicyObjective(
+        loss=config.loss,
+        max_length=config.longest(sampling.max_tokens),
+        temperature=sampling.temperature,
+        kl_coef=kl_coef if isinstance(config.kl, KLAsLoss) else 0.0,
+        entropy_coef=config.entropy_coef,
+        correction=config.correction,
+        kl_estimator=config.kl.estimator if isinstance(config.kl, KLAsLoss) else "k2",
+        function=context.user_function(config.loss),
     )
 
 
 def update(
-    parts: Parts, step: int, policy_rows: Sequence[PolicySample], value_rows: Sequence[ValueSample], kl_coef: float
+    config: PPOConfig,
+    models: Models,
+    batch: Sequences,
+    rows: NDArray[np.int64],
+    objective: PolicyObjective,
+    demonstrated: Sequence[TokenSample],
+    *,
+    step: int,
+    scale: float,
+    context: StageContext,
 ) -> Metrics:
-    """Make `epochs * minibatches` optimizer steps on the rows; return their metrics `averaged`.
+    """Make `epochs * minibatches` optimizer steps on these rows of the batch; return their metrics `averaged`.
 
     The policy waits for the value model's warm-up; its learning rate is scheduled over the steps that are left, times
-    the scale of the guard. Some demonstrations are mixed into each of its updates, if there are any (PPO-ptx).
-    Without rows, where every answer of the step was cut off and is masked, there is no update.
+    the `scale` of the guard. Some demonstrations are mixed into each of its updates, if there are any (PPO-ptx).
+    Without rows, if every answer of the step was cut off and is masked, there is no update.
     """
-    config, context, models, ptx = parts.config, parts.context, parts.models, parts.config.ptx
-    policy_objective = replace(parts.objective, kl_coef=kl_coef if isinstance(config.kl, KLAsLoss) else 0.0)
-    value_objective = ValueObjective(clip=config.value.clip or None)
-    value_rate = scheduled_rate(config.value.optimizer, step, config.steps)
     frozen = config.value.warmup_steps if models.value_model else 0
+    value_rate = scheduled_rate(config.value.optimizer, step, config.steps)
+    policy_rate = (
+        scale * scheduled_rate(config.optimizer, step - frozen, config.steps - frozen) if step >= frozen else 0
+    )
     history: list[Metrics] = []
-    if not policy_rows:
+    if not len(rows):
         logger.warning("%s: every answer of step %d was cut off and is masked: no update", context.label, step)
     for epoch in range(config.epochs):
-        order = shuffled_indices(len(policy_rows), derive_seed(context.seed, "minibatches", step, epoch))
-        count = min(config.minibatches, len(policy_rows))  # fewer rollouts than that where many were invalid
+        order = shuffled_indices(len(rows), derive_seed(context.seed, "minibatches", step, epoch))
+        count = min(config.minibatches, len(rows))  # fewer rollouts than that where many were invalid
         for i in range(count):
-            rows = order[i::count]
-
-            def train_value(rows: Sequence[int] = rows) -> Metrics:
-                if models.value_model is None:
-                    return {}
-                made = models.value_model.forward_backward(chosen(value_rows, rows), value_objective)
-                made |= models.value_model.optim_step(learning_rate=value_rate)
-                return {f"value/{name}": value for name, value in made.items()}
-
-            def train_policy(
-                rows: Sequence[int] = rows, number: int = (step * config.epochs + epoch) * config.minibatches + i
-            ) -> Metrics:
-                if step < frozen:
-                    return {}
-                metrics: Metrics = {}
-                made = models.policy.forward_backward(chosen(policy_rows, rows), policy_objective)
-                if ptx:
-                    batch = rows_at(number, parts.demonstrated, count=ptx.batch_size, seed=context.seed)
-                    mixed = models.policy.forward_backward(batch, Scaled(SftObjective(pack_to=None), ptx.coef))
-                    metrics["ptx/nll"] = mixed["nll"]
-                rate = scheduled_rate(config.optimizer, step - frozen, config.steps - frozen)
-                made |= models.policy.optim_step(learning_rate=parts.guard.learning_rate_scale * rate)
-                return metrics | {f"policy/{name}": value for name, value in made.items()}
-
-            history.append(
-                {
-                    name: value
-                    for made in context.runtime.together(train_value, train_policy)
-                    for name, value in made.items()
-                }
-            )
+            drawn, number = rows[order[i::count]], (step * config.epochs + epoch) * config.minibatches + i
+            work = []
+            if models.value_model:
+                value_objective = ValueObjective(clip=config.value.clip or None)
+                part = Subset(batch.select_fields("old_values", "returns"), drawn)
+                work.append(partial(train, "value", models.value_model, [(part, value_objective)], value_rate))
+            if step >= frozen:
+                read = batch.select_fields("rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages")
+                losses: list[tuple[Any, Any]] = [(Subset(read, drawn), objective)]
+                if ptx := config.ptx:
+                    shown = rows_at(number, demonstrated, count=ptx.batch_size, seed=context.seed)
+                    losses.append((shown, Scaled(SftObjective(pack_to=None), ptx.coef)))
+                work.append(partial(train, "policy", models.policy, losses, policy_rate))
+            history.append({name: one for made in context.runtime.together(*work) for name, one in made.items()})
     check_updated(history, label=context.label, step=step)
     if isinstance(models.reference, MovingReference):
         models.reference.after_step(step + 1, models.policy)
     return averaged(history)
 
 
+def train(role: str, trainer: Trainer, losses: Sequence[tuple[Any, Objective]], learning_rate: float) -> Metrics:
+    """Make one optimizer step on the sum of losses of (batch, objective), the first one and that of demonstrations, if any."""
+    metrics, *mixed = [trainer.forward_backward(batch, objective) for batch, objective in losses]
+    metrics |= trainer.optim_step(learning_rate=learning_rate)
+    named = {f"{role}/{name}": value for name, value in metrics.items()}
+    return {"ptx/nll": mixed[0]["nll"]} | named if mixed else named
+
+
 def end_step(
-    parts: Parts, step: int, kl: FixedKL | AdaptiveKL, metrics: Metrics, took: Metrics, rollouts: Sequence[Rollout]
-) -> tuple[FixedKL | AdaptiveKL, Metrics]:
-    """Evaluate, record, and save; return the KL controller and the metrics. The run may stop here, or be rolled back."""
-    config, context, models, guard = parts.config, parts.context, parts.models, parts.guard
+    config: PPOConfig,
+    state: TrainingState,
+    guard: RunGuard,
+    exports: Exports,
+    metrics: Metrics,
+    took: Metrics,
+    rollouts: Sequence[Rollout],
+    *,
+    step: int,
+    context: StageContext,
+) -> Metrics:
+    """Evaluate, record, and save; return the metrics. The run may stop here, or be rolled back."""
+    policy = state.models.policy
     valid = len(rollouts) / (config.prompts_per_step * config.samples_per_prompt)
-    metrics = metrics | {"kl/coef": kl.coef, "rollout/valid": valid}
-    if models.reference:
-        kl = kl.updated(metrics["kl/per_sequence"], len(rollouts))
-    parts.exports.after_step(step + 1, models.policy)
-    metrics |= guard.after_step(step + 1, metrics, models.policy.weights)
-    record(parts, step + 1, metrics, took, rollouts)
-    kl = rolled_back(parts, kl)
+    metrics = metrics | {"kl/coef": state.kl.coef, "rollout/valid": valid}
+    if state.models.reference:
+        state.kl = state.kl.updated(metrics["kl/per_sequence"], len(rollouts))
+    exports.after_step(step, policy)
+    metrics |= guard.after_step(step, metrics, policy.weights)
+    record(config, metrics, took, rollouts, step=step, context=context)
+    if guard.target is not None:
+        state.restore(guard.target)
+        state.kl = replace(state.kl, coef=state.kl.coef * guard.kl_factor(guard.target))
     stop = context.stopping()
-    save(parts, step + 1, kl, metrics, stop=stop)
+    if stop or step % config.checkpoint_every == 0 or step == config.steps or guard.saves(step):
+        save(state, guard, metrics, step=step)
     if stop:
         context.stop()
     guard.decide()
-    return kl, metrics
+    return metrics
 
 
-def start_or_resume(parts: Parts) -> tuple[int, FixedKL | AdaptiveKL, Metrics]:
-    """Return the first step to make, the KL controller and the last metrics.
+def start_or_resume(
+    config: PPOConfig, state: TrainingState, guard: RunGuard, context: StageContext
+) -> tuple[int, Metrics]:
+    """Load the newest checkpoint into the state and the guard; return the first step to make and the last metrics.
 
-    From the newest checkpoint, which is loaded into the models, the scorer, the sampler and the guard; from step 0 if
-    there is none.
+    Without a checkpoint the run starts at step 0.
     """
-    config, context, models, guard = parts.config, parts.context, parts.models, parts.guard
-    checkpoint = context.checkpoints.to_resume(partial(damage, models))
+    checkpoint = context.checkpoints.to_resume(state.damage)
     if checkpoint is None:
-        kl: FixedKL | AdaptiveKL = FixedKL(coef=config.kl.coef)
-        if config.kl.target > 0:
-            kl = AdaptiveKL(coef=config.kl.coef, target=config.kl.target, horizon=config.kl.horizon)
-        context.metrics(0, guard.before_training(models.policy.weights))
-        save(parts, 0, kl, {}, stop=False)
-        return 0, kl, {}
-    parts.sampler.load(checkpoint.path / "rollouts", checkpoint.step)
+        context.metrics(0, guard.before_training(state.models.policy.weights))
+        if guard.saves(0):
+            save(state, guard, {}, step=0)
+        return 0, {}
+    state.sampler.load(checkpoint.path / "rollouts", checkpoint.step)
     guard.restore(checkpoint.state)
     guard.decide()
-    kl = restored(parts, checkpoint)
-    return checkpoint.step, kl, dict(checkpoint.state["metrics"])
+    state.restore(checkpoint)
+    return checkpoint.step, dict(checkpoint.state["metrics"])
 
 
-def damage(models: Models, folder: Path) -> str:
-    """Return which file of a checkpoint is not what was written, or ""."""
-    value = models.value_model
-    return models.policy.damage(folder / "policy") or (value.damage(folder / "value_model") if value else "")
+def save(state: TrainingState, guard: RunGuard, metrics: Metrics, *, step: int) -> None:
+    """Write a checkpoint. The log has the rollouts made since the last one."""
+    facts = state.facts() | {"metrics": metrics} | guard.state()
+    with guard.checkpoints.saving(step, facts, metric=guard.candidate) as folder:
+        state.save(folder)
 
 
-def restored(parts: Parts, checkpoint: Checkpoint) -> FixedKL | AdaptiveKL:
-    """Load a checkpoint into the models, the scorer and the order of prompts; return its KL controller."""
-    models, adaptive = parts.models, parts.config.kl.target > 0
-    models.policy.load(checkpoint.path / "policy")
-    if models.value_model:
-        models.value_model.load(checkpoint.path / "value_model")
-    if isinstance(models.reference, MovingReference):
-        models.reference.load(checkpoint.path)
-    models.scorer.restore(checkpoint.state["rewards"])
-    if parts.band:
-        parts.band.restore(checkpoint.state["band"])
-    return (AdaptiveKL if adaptive else FixedKL)(**checkpoint.state["kl"])
-
-
-def rolled_back(parts: Parts, kl: FixedKL | AdaptiveKL) -> FixedKL | AdaptiveKL:
-    """Take the models back to the guard's target, if there is one; return the KL controller to go on with."""
-    guard = parts.guard
-    if guard.target is None:
-        return kl
-    kl = restored(parts, guard.target)
-    return replace(kl, coef=kl.coef * guard.kl_factor(guard.target))
-
-
-def save(parts: Parts, step: int, kl: FixedKL | AdaptiveKL, metrics: Metrics, *, stop: bool) -> None:
-    """Write a checkpoint when it is due, or when the stage is to stop. The log has the rollouts made since the last one."""
-    config, models, guard = parts.config, parts.models, parts.guard
-    due = step > 0 and (step % config.checkpoint_every == 0 or step == config.steps)
-    if not (due or stop or guard.saves(step)):
-        return
-    state = {"kl": asdict(kl), "rewards": models.scorer.state(), "metrics": metrics} | guard.state()
-    if parts.band:
-        state["band"] = parts.band.state()
-    with guard.checkpoints.saving(step, state, metric=guard.candidate) as folder:
-        parts.sampler.save(folder / "rollouts")
-        models.policy.save(folder / "policy")
-        if models.value_model:
-            models.value_model.save(folder / "value_model")
-        if isinstance(models.reference, MovingReference):
-            models.reference.save(folder)
-
-
-def record(parts: Parts, step: int, metrics: Metrics, took: Metrics, rollouts: Sequence[Rollout]) -> None:
+def record(
+    config: PPOConfig,
+    metrics: Metrics,
+    took: Metrics,
+    rollouts: Sequence[Rollout],
+    *,
+    step: int,
+    context: StageContext,
+) -> None:
     """Log a step's metrics with the seconds that its parts `took`, and every `table_every` steps a table of rollouts."""
-    config, context = parts.config, parts.context
     context.metrics(step, metrics | took)
     distance = f"  kl {metrics['kl/per_sequence']:.2f}" if "kl/per_sequence" in metrics else ""
     context.progress(step, config.steps, f"reward {metrics['reward/mean']:.3f}{distance}")

@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rlhf_core.config.data import HELD_OUT, DataConfig, Files, MixedWorlds
-from rlhf_core.config.engines import PretrainedModel
+from rlhf_core.config.models import PretrainedModel
 from rlhf_core.data.chat import CHATML_LIKE, ChatTemplate
 from rlhf_core.data.chat_templates import SHIPPED
 from rlhf_core.data.files import make_tables as from_files
-from rlhf_core.data.limits import DropReport, Origin, limit, parts
+from rlhf_core.data.limits import DropReport, Origin, TokenLimits, limit, parts
 from rlhf_core.data.mixing import trained
 from rlhf_core.data.suite_overlap import OVERLAPS, Overlaps, without_prompts
 from rlhf_core.data.tables import (
@@ -81,11 +81,12 @@ def run(
     tables = limit(
         tables,
         chat,
-        max_prompt_tokens=config.max_prompt_tokens,
-        max_tokens=config.max_tokens,
-        min_answer_tokens=config.data.min_tokens if isinstance(config.data, Files) else 1,
+        TokenLimits(
+            config.max_prompt_tokens, config.max_tokens, config.data.min_tokens if isinstance(config.data, Files) else 1
+        ),
         origins=origins,
         report=report,
+        progress=lambda said: context.progress(2, 4, f"checking rows against the tokenizer: {said}"),
     )
     for table, line in _without_rows(tables, report, config.data).items():
         if table in HELD_OUT:  # training would go on without the evaluation that the source is for

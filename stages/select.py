@@ -4,14 +4,14 @@ import json
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean
 from typing import Any, TypeAlias, TypeVar
 
 from rlhf_core.data.chat import answer_message
 from rlhf_core.data.mixing import held_out
-from rlhf_core.data.shards import read_rollouts
+from rlhf_core.data.shards import read_index, read_rollouts
 from rlhf_core.data.tables import (
     DIFFICULTY,
     Demonstration,
@@ -39,11 +39,21 @@ T = TypeVar("T")
 
 
 def run(
-    config: BestOfN | TopK | Threshold | Pairs | PromptsInBand, *, rollouts: RolloutsRef, context: StageContext
+    config: BestOfN | TopK | Threshold | Pairs | PromptsInBand,
+    *,
+    rollouts: RolloutsRef | None = None,
+    pool: dict[str, RolloutsRef] | None = None,
+    context: StageContext,
 ) -> DemonstrationsRef | PreferencesRef | PromptsRef:
-    """Return demonstrations, or preferences for `pairs`, split by prompt into train and eval; or `prompts`."""
-    context.tracker.dataset("rollouts", rollouts.digest, "training")
-    everything = read_rollouts(context.path(rollouts))
+    """Demonstrations, or preferences for `pairs`, split by prompt into train and eval; or `prompts`.
+
+    The answers to a prompt are those of `rollouts`, or of all in `pool`.
+    """
+    given = pool or {} if rollouts is None else {"rollouts": rollouts}
+    for name, ref in given.items():
+        context.tracker.dataset(name, ref.digest, "training")
+    found = {name: read_rollouts(context.path(ref)) for name, ref in given.items()}
+    everything = [one for rows in found.values() for one in rows]
     valid = [rollout for rollout in everything if not rollout.invalid]
     if isinstance(config, PromptsInBand):
         return select_prompts(config, by_prompt(everything, drop_truncated=False), context)
@@ -54,7 +64,12 @@ def run(
         "invalid": float(len(everything) - len(valid)),
     }
     if isinstance(config, Pairs):
-        pairs, dropped = make_pairs(groups, config, seed=context.seed)
+        owners: dict[int, str] = {}
+        if config.compares_policies:
+            # By name if the profile names policies, else by digest: one policy may have answered in two steps.
+            names = {one: one if config.chosen else read_index(context.path(given[one]))["policy"] for one in given}
+            owners = {id(one): names[name] for name, rows in found.items() for one in rows}
+        pairs, dropped = make_pairs(groups, config, owners, seed=context.seed)
         for split, part in split_by_prompt(pairs, prompt_of_pair, config, seed=context.seed).items():
             write_preferences(context.out / f"{split}.parquet", [preference(pair) for pair in part])
             counts[split] = len(part)
@@ -123,6 +138,8 @@ def select_prompts(config: PromptsInBand, groups: Sequence[Group], context: Stag
     kept = [prompt for prompt, mean in means.items() if mean is not None and config.low <= mean <= config.high]
     if config.per_source:
         kept = capped(kept, config.per_source, seed=context.seed)
+
+    # The counts are in the error, too: they tell on which side of the band the prompts are.
     names = sorted({one.source for one in means})
     sources = {source: counts_of(source, means, kept, failed, config) for source in names}
     if not kept:
@@ -138,11 +155,11 @@ def select_prompts(config: PromptsInBand, groups: Sequence[Group], context: Stag
     bins = list(pairwise(edges))
     table = [[name, *place, count] for name in names for place, count in zip(bins, histogram[name], strict=True)]
     context.tracker.table("difficulty", ["source", "mean from", "to", "prompts"], table)
-    totals = {name: float(sum(counts[name] for counts in sources.values())) for name in DIFFICULTIES}
-    by_source = {
-        f"source/{source}/{name}": float(counts[name]) for source, counts in sources.items() for name in counts
-    }
-    return context.commit(PromptsRef, metrics={"prompts": float(len(means))} | totals | by_source)
+    metrics = {"prompts": float(len(means))}
+    metrics |= {name: float(sum(counts[name] for counts in sources.values())) for name in DIFFICULTIES}
+    for source, counts in sources.items():
+        metrics |= {f"source/{source}/{name}": float(count) for name, count in counts.items()}
+    return context.commit(PromptsRef, metrics=metrics)
 
 
 def histograms(means: Mapping[Prompt, float | None]) -> tuple[list[float], dict[str, list[int]]]:
@@ -209,20 +226,34 @@ class Pair:
     margin: float
 
 
-def make_pairs(groups: Sequence[Group], config: Pairs, *, seed: int) -> tuple[list[Pair], Metrics]:
-    """Return at most one pair per prompt, and why the other prompts gave none.
+def make_pairs(
+    groups: Sequence[Group], config: Pairs, owners: Mapping[int, str] | None = None, *, seed: int
+) -> tuple[list[Pair], Metrics]:
+    """At most one pair per prompt, and why the other prompts gave none.
 
-    `too_few`: fewer than two different answers; `ties`: equal rewards; `below_margin`: closer than `margin_threshold`.
+    - `too_few`: fewer than two different answers, or none of two `owners`
+    - `ties`: equal rewards
+    - `below_margin`: closer than `margin_threshold`
+
+    `owners` are the names or digests of the policies, by the `id` of each rollout.
     """
     pairs: list[Pair] = []
     dropped = {"too_few": 0.0, "ties": 0.0, "below_margin": 0.0}
     for group in groups:
-        answers = _different(group)
-        if len(answers) < 2:
+        answers, pair = _different(group), None
+        if group:
+            generator = random.Random(derive_seed(seed, "select", group[0].prompt.id))
+            if owners:
+                pair = _pair_across(group, config, generator, owners)
+            elif len(answers) > 1:
+                pair = _pair(answers, config, generator)
+        if pair is None:
             dropped["too_few"] += 1
-            continue
-        pair = _pair(answers, config, random.Random(derive_seed(seed, "select", answers[0].prompt.id)))
-        if pair.margin == 0:
+        elif config.chosen:
+            pairs.append(
+                replace(pair, margin=max(pair.margin, 0.0))
+            )  # the policy decides, and a margin is not negative
+        elif pair.margin == 0:
             dropped["ties"] += 1
         elif pair.margin < config.margin_threshold:
             dropped["below_margin"] += 1
@@ -250,19 +281,45 @@ def pair_metrics(pairs: Sequence[Pair]) -> Metrics:
     }
 
 
-def _pair(answers: Group, config: Pairs, generator: random.Random) -> Pair:
-    def value(rollout: Rollout) -> float:
-        return rollout.reward - config.length_penalty * _sampled_tokens(rollout)
+def _value(rollout: Rollout, config: Pairs) -> float:
+    """The reward by which answers are ranked: less for each sampled token."""
+    return rollout.reward - config.length_penalty * _sampled_tokens(rollout)
 
-    ranked = sorted(answers, key=lambda rollout: -value(rollout))
+
+def _pair(answers: Group, config: Pairs, generator: random.Random) -> Pair:
+    """The pair of a prompt by the rule, whichever policy gave the answers."""
+    ranked = sorted(answers, key=lambda rollout: -_value(rollout, config))
     match config.rule:
         case "max_min":
             chosen, rejected = ranked[0], ranked[-1]
         case "max_random":
             chosen, rejected = ranked[0], generator.choice(ranked[1:])
         case "random":
-            chosen, rejected = sorted(generator.sample(ranked, 2), key=lambda rollout: -value(rollout))
-    return Pair(chosen, rejected, value(chosen) - value(rejected))
+            chosen, rejected = sorted(generator.sample(ranked, 2), key=lambda rollout: -_value(rollout, config))
+    return Pair(chosen, rejected, _value(chosen, config) - _value(rejected, config))
+
+
+def _pair_across(group: Group, config: Pairs, generator: random.Random, owners: Mapping[int, str]) -> Pair | None:
+    """A pair of answers of two owners, those of `chosen` and `rejected` if they are given; None if there is none.
+
+    The better answer is the chosen one, unless `chosen` names its owner.
+    """
+    ranked = sorted(group, key=lambda rollout: -_value(rollout, config))
+    firsts = [one for one in ranked if config.chosen in ("", owners[id(one)])]
+    if not firsts:
+        return None
+    chosen = generator.choice(firsts) if config.rule == "random" else firsts[0]
+    others = [one for one in ranked if one.completion.text != chosen.completion.text]
+    if config.rejected:
+        others = [one for one in others if owners[id(one)] == config.rejected]
+    else:
+        others = [one for one in others if owners[id(one)] != owners[id(chosen)]]
+    if not others:
+        return None
+    rejected = others[-1] if config.rule == "max_min" else generator.choice(others)
+    if not config.chosen and _value(rejected, config) > _value(chosen, config):
+        chosen, rejected = rejected, chosen
+    return Pair(chosen, rejected, _value(chosen, config) - _value(rejected, config))
 
 
 def _sampled_tokens(rollout: Rollout) -> int:

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Sequence
 from itertools import pairwise
 
+from rlhf_core.config.policy import LoopConfig
 from rlhf_core.data.chat import UNLIMITED, ChatTemplate
 from rlhf_core.data.tables import read_demonstrations
 from rlhf_core.errors import ConfigError
@@ -46,7 +47,7 @@ def run(config: SFTConfig, *, policy: PolicyRef, demonstrations: DemonstrationsR
     context.tracker.table("preview", ["what is trained on"], [[chat.preview(sample)] for sample in splits["train"][:8]])
 
     objective = SftObjective(pack_to=config.max_length if config.packing else None, dft=config.loss == "dft")
-    exports = open_exports(config, len(splits["train"]), context)
+    exports = open_exports(config.exported_steps, config.loop, len(splits["train"]), context)
     model = ModelSpec(path=str(context.path(policy)), head="lm", lora=config.lora, seed=context.seed)
     with context.runtime.trainer("policy", model, config.optimizer) as trainer:
         result = fit(trainer, splits, objective, config.optimizer, config.loop, context, exports=exports)
@@ -61,15 +62,13 @@ def run(config: SFTConfig, *, policy: PolicyRef, demonstrations: DemonstrationsR
     return context.commit(PolicyRef, metrics=metrics | result.final)
 
 
-def open_exports(config: SFTConfig, samples: int, context: StageContext) -> Exports:
-    """Return the exports on the way; ConfigError if the data end before the steps that name them."""
-    last = total_steps(samples, config.loop) if samples else 0
-    if config.exported_steps and last < config.loop.max_steps:
+def open_exports(steps: tuple[int, ...], loop: LoopConfig, samples: int, context: StageContext) -> Exports:
+    """The exports after `steps`. Raises ConfigError if the data end before the steps that name them."""
+    last = total_steps(samples, loop) if samples else 0
+    if steps and last < loop.max_steps:
         rule = f"there are {last} steps in the data, and the policies of `export_every` are named by this number"
-        raise ConfigError(
-            f"{context.label}.loop.max_steps", config.loop.max_steps, rule, "lower it, or raise loop.epochs"
-        )
-    return Exports(config.exported_steps, context.work)
+        raise ConfigError(f"{context.label}.loop.max_steps", loop.max_steps, rule, "lower it, or raise loop.epochs")
+    return Exports(steps, context.work)
 
 
 def dropped_answers(conversations: Sequence[Sequence[Message]], samples: Sequence[TokenSample]) -> int:

@@ -10,14 +10,11 @@ To add a stage see docs/add_a_stage.md.
 # mypy: disable-error-code="empty-body"
 # A declaration returns nothing; the stage's `run` does.
 
-import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, Generic, Literal, ParamSpec, TypeAlias, TypeVar, get_args, get_type_hints
+from collections.abc import Mapping
+from typing import Annotated
 
 from rlhf_core.config.policy import PPOConfig
-from rlhf_core.schema.base import Config
-from rlhf_core.stage.key import CodePolicy, StageInput, StageSpec
+from rlhf_core.stage.key import StageSpec
 from rlhf_core.types import (
     ArtifactRef,
     ComparisonsRef,
@@ -56,6 +53,7 @@ from stages.config.import_reward_model import content_digests as reward_model_fi
 from stages.config.measured import Numbers, Specs
 from stages.config.merge import MergeConfig
 from stages.config.merge_preferences import MergePreferencesConfig
+from stages.config.mix import MixConfig
 from stages.config.prepare_data import PrepareDataConfig
 from stages.config.prepare_data import content_digests as prepared_files
 from stages.config.process_reward_model import ProcessRewardModelConfig
@@ -70,194 +68,7 @@ from stages.config.suite_prompts import SuitePromptsConfig
 from stages.config.suite_prompts import content_digests as prompt_files
 from stages.config.suites import suite_digests
 from stages.config.synthesize import SynthesizeConfig
-
-P = ParamSpec("P")
-R = TypeVar("R", bound=ArtifactRef)
-Engine: TypeAlias = Literal["trainer", "sampler", "registry"]
-"""Services that a stage uses: engines of the runtime, and the registry of models."""
-
-
-def always(config: Any) -> bool:
-    """Return True: the stage reads the input whatever its configuration."""
-    return True
-
-
-@dataclass(frozen=True, slots=True)
-class From:
-    """Where the form of an input starts, and when the input is read: an annotation of the declaration's argument.
-
-    `start` is the label of the store with which the form in Prefect starts, or several by name where the stage takes a table
-    of artifacts. The stage reads the input only if `when` holds for its configuration; otherwise the input named by
-    `instead` is used, so unused inputs do not enter the key.
-    """
-
-    start: str | Mapping[str, str]
-    when: Callable[[Any], bool] = always
-    instead: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Input:
-    """An input of a stage: a keyword argument of its `run`. An `optional` one may be left out; the rest is as in `From`.
-
-    >>> sft.inputs["policy"].many, sft.inputs["policy"].start
-    (False, 'prepare_data.base')
-    """
-
-    kind: type[ArtifactRef]
-    start: str | Mapping[str, str]
-    optional: bool = False
-    when: Callable[[Any], bool] = always
-    instead: str = ""
-
-    @property
-    def many(self) -> bool:
-        """Return whether the input is a table of artifacts by name."""
-        return not isinstance(self.start, str)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stage(Generic[P, R]):
-    """A stage as it is declared.
-
-    >>> sft.module, sft.engines
-    ('stages.sft', ('trainer',))
-    """
-
-    name: str
-    """Of the module in `stages`, of the flow in Prefect and, with dashes, of its deployment."""
-    version: int
-    """Part of the key; raised when the same configuration gives another result."""
-    code: CodePolicy
-    """Whether a change of the code makes a new key (`strict`: stages of seconds) or is only pointed out (`warn`)."""
-    config: Any
-    """The configuration: a class, or a union of classes discriminated by `type`."""
-    inputs: Mapping[str, Input]
-    output: type[R]
-    """The kind of artifact; `ArtifactRef` where it depends on the configuration or the inputs."""
-    engines: tuple[Engine, ...]
-    """Engines that the stage leases; their configuration is part of its key."""
-    section: str
-    """Where a profile configures the stage alone, which fills its form in Prefect; "" if no profile does."""
-    page: str
-    """Its page in docs."""
-    about: str
-    """One sentence for the form in Prefect."""
-    judges: tuple[str, ...] = ()
-    """Input that the stage's report judges, and the entry of that table: a gate after the stage holds it back, too."""
-    metrics: Callable[[StageSpec, Specs], Numbers]
-    """Returns the names of the metrics of its record and the numbers of its report, which gates and sweeps may name."""
-    files: Callable[[Any], Mapping[str, str]] | None = None
-    """Returns the digests of the user's files that a configuration names; they are part of the key."""
-
-    @property
-    def module(self) -> str:
-        """Return the name of the module, which is imported only where the stage runs."""
-        return f"stages.{self.name}"
-
-    @property
-    def configs(self) -> tuple[type[Config], ...]:
-        """Return the classes of the configuration.
-
-        >>> [kind.__name__ for kind in select.configs]
-        ['BestOfN', 'TopK', 'Threshold', 'Pairs', 'PromptsInBand']
-        """
-        return (self.config,) if isinstance(self.config, type) else get_args(get_args(self.config)[0])
-
-    def reads_input(self, name: str, config: Config) -> bool:
-        """Return whether the stage reads the input `name` under this configuration."""
-        return self.inputs[name].when(config)
-
-    def inputs_read(self, config: Config) -> list[str]:
-        """Return the names of the inputs that the stage reads under this configuration."""
-        return [name for name in self.inputs if self.reads_input(name, config)]
-
-    def scores(self, config: Config) -> bool:
-        """Return whether the stage computes rewards, whose heads stay float32 under a bfloat16 trainer."""
-        read = self.inputs_read(config)
-        kinds = {self.output, *(self.inputs[name].kind for name in read)}
-        return "reward_models" in read or not kinds.isdisjoint({RewardModelRef, ProcessRewardModelRef})
-
-    def spec(
-        self,
-        config: Config,
-        inputs: dict[str, StageInput],
-        *,
-        label: str,
-        seed: int,
-        engines: dict[str, Any],
-        callables: tuple[str, ...] = (),
-    ) -> StageSpec:
-        """Return the stage with these inputs, ready to be decided on and run."""
-        return StageSpec(
-            name=self.name,
-            module=self.module,
-            version=self.version,
-            code=self.code,
-            config=config,
-            inputs=inputs,
-            seed=seed,
-            label=label,
-            engines=engines,
-            callables=callables,
-        )
-
-
-STAGES: dict[str, Stage[..., Any]] = {}
-"""All stages by name, in the order of their declarations."""
-
-
-def stage(
-    *,
-    version: int,
-    code: CodePolicy,
-    engines: tuple[Engine, ...],
-    page: str,
-    metrics: Callable[[StageSpec, Specs], Numbers],
-    section: str = "",
-    judges: tuple[str, ...] = (),
-    files: Callable[[Any], Mapping[str, str]] | None = None,
-) -> Callable[[Callable[P, R]], Stage[P, R]]:
-    """Return what makes a stage of a signature, its docstring and these fields of `Stage`, and adds it to `STAGES`."""
-
-    def declared(signature: Callable[P, R]) -> Stage[P, R]:
-        types = get_type_hints(signature, include_extras=True)
-        config, output = types.pop("config"), types.pop("return")
-        arguments = inspect.signature(signature).parameters
-        made: Stage[P, R] = Stage(
-            name=signature.__name__,
-            version=version,
-            code=code,
-            config=config,
-            inputs={name: _input(kind, arguments[name].default is None) for name, kind in types.items()},
-            output=output,
-            engines=engines,
-            section=section,
-            page=page,
-            about=inspect.getdoc(signature) or "",
-            judges=judges,
-            metrics=metrics,
-            files=files,
-        )
-        STAGES[made.name] = made
-        return made
-
-    return declared
-
-
-def _input(annotation: Any, may_be_left_out: bool) -> Input:
-    """Return the input of an argument: `Annotated[kind, From(...)]`, where the kind is one, a mapping of it, or optional."""
-    kind, given = get_args(annotation)
-    if may_be_left_out:
-        kind = next(one for one in get_args(kind) if one is not type(None))
-    many = not isinstance(kind, type)
-    return Input(
-        kind=get_args(kind)[1] if many else kind,
-        start=given.start,
-        optional=may_be_left_out and given.when is always,
-        when=given.when,
-        instead=given.instead,
-    )
+from stages.declaration import STAGES, From, stage
 
 
 def numbers_of(spec: StageSpec, specs: Specs) -> Numbers | None:
@@ -265,11 +76,17 @@ def numbers_of(spec: StageSpec, specs: Specs) -> Numbers | None:
     return STAGES[spec.name].metrics(spec, specs) if spec.name in STAGES else None
 
 
+def rows_by_table(spec: StageSpec, specs: Specs) -> Numbers:
+    """The numbers of a mix. They are not in `measured`, whose code is in the keys of strict stages that import it."""
+    rows = [f"tables/*/*/{name}" for name in ("taken", "repeated", "left_out")]
+    return Numbers((*measured.SPLITS, "repeated", "moved", "left_out"), ("rows", *rows))
+
+
 # ---------------------------------------------------------------- the stages
 
 
 @stage(
-    version=2,
+    version=3,
     code="strict",
     engines=(),
     section="prepare_data",
@@ -329,7 +146,7 @@ def reward_model(
     files=reward_model_files,
 )
 def import_reward_model(
-    config: ImportRewardModelConfig, *, policy: Annotated[PolicyRef, From("prepare_data.base")]
+    config: ImportRewardModelConfig, *, policy: Annotated[PolicyRef, From("prepare_data.base", default="base")]
 ) -> RewardModelRef:
     """A reward model from outside, checked against the tokens of `policy`."""
 
@@ -389,8 +206,13 @@ def score(
 @stage(
     version=1, code="strict", engines=(), section="rejection_sampling.select", page="stages.md", metrics=measured.select
 )
-def select(config: AnySelectConfig, *, rollouts: Annotated[RolloutsRef, From("score")]) -> ArtifactRef:
-    """Demonstrations, pairs or prompts from `rollouts`."""
+def select(
+    config: AnySelectConfig,
+    *,
+    rollouts: Annotated[RolloutsRef | None, From("score")] = None,
+    pool: Annotated[Mapping[str, RolloutsRef] | None, From({})] = None,
+) -> ArtifactRef:
+    """Demonstrations, pairs or prompts from `rollouts`, or from the rollouts of several policies in `pool`."""
 
 
 @stage(version=2, code="warn", engines=("sampler",), page="stages.md", metrics=measured.fixed(*measured.SYNTHESIZED))
@@ -398,9 +220,9 @@ def synthesize(
     config: SynthesizeConfig,
     *,
     prompts: Annotated[PromptsRef, From("prepare_data.prompts")],
-    policy: Annotated[PolicyRef | None, From("sft", when=lambda config: config.server is None)] = None,
+    policy: Annotated[PolicyRef | None, From("sft", when=lambda config: config.uses_policy, default="base")] = None,
 ) -> ArtifactRef:
-    """Demonstrations or prompts that `policy`, or the model at `config.server`, writes from `prompts`."""
+    """Demonstrations, prompts, pairs or generations that `policy`, or the model at `config.server`, writes from `prompts`."""
 
 
 @stage(
@@ -464,6 +286,19 @@ def merge_preferences(
     ],
 ) -> PreferencesRef:
     """The union of several sets of `preferences`."""
+
+
+@stage(
+    version=1,
+    code="strict",
+    engines=(),
+    page="stages.md",
+    metrics=rows_by_table,
+)
+def mix(
+    config: MixConfig, *, tables: Annotated[Mapping[str, ArtifactRef], From({"first": "prepare_data.demonstrations"})]
+) -> ArtifactRef:
+    """One table of several `tables` of the same kind: all rows, or rows by shares of the tables or of their sources."""
 
 
 @stage(

@@ -1,28 +1,28 @@
 """Fixtures of every test: a process as it was before, a store, a policy."""
 
 import gc
-import json
 import os
 import sys
-import time
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from xdist.workermanage import WorkerController
 
 from rlhf_core.store.artifacts import ArtifactStore
+from tests.support.changes import LeftOut, unchanged_tests
+from tests.support.full_runs import FullRuns
 from tests.support.process_state import process_taken_back
+from tests.support.recorded_seconds import SLOW, Clock, Recorder, file_of, read_recorded
 
-SECONDS = Path(__file__).with_name("seconds.json")
-"""Seconds of each file, and of each test and shared fixture that takes a second, when a whole run last recorded them
-(RECORD_SECONDS=1)."""
-SLOW = 4.0
-"""A test that takes so many seconds by itself, or waits three times as long for a fixture that others share, is slow."""
+pytest_plugins = ["tests.support.sharing"]
+LEFT_OUT = pytest.StashKey[LeftOut]()
 IMPORTED = pytest.StashKey[list[int]]()
-SHARED = pytest.StashKey[Counter[str]]()
-_taken: dict[str, Counter[str]] = {kind: Counter() for kind in ("files", "tests", "fixtures")}
+
+# Ray's C++ part reads once whether this process sends tokens, and every Ray that the product starts requires them. If a
+# test changed the variable before the first of them, all later ones in this process would fail.
+os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 settings.register_profile("no deadline", deadline=None)  # the machine may be busy with other tests
 settings.load_profile("no deadline")
@@ -40,80 +40,80 @@ class _Failures:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Print failures of all workers at once."""
+    """Print failures of all workers at once, and leave out tests marked `full`."""
+    session.config.pluginmanager.register(FullRuns())
     if session.config.pluginmanager.hasplugin("dsession"):
         session.config.pluginmanager.register(_Failures(session.config))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--by-change", action="store_true", help="leave out campaigns, benchmarks and contrib if unchanged"
+    )
+    parser.addoption("--check-seconds", action="store_true", help="fail if files take other shares of CPU seconds")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Take the CPU seconds of tests where they run, and add them up in the process that reports."""
+    runs_tests = hasattr(config, "workerinput") or config.getoption("dist", "no") == "no"
+    compared = bool(os.environ.get("RECORD_SECONDS")) or config.getoption("check_seconds")
+    if runs_tests:
+        config.pluginmanager.register(Clock(compared=compared))
+    if not hasattr(config, "workerinput"):
+        record, check = bool(os.environ.get("RECORD_SECONDS")), config.getoption("check_seconds")
+        some = config.getoption("markexpr") or config.getoption("keyword") or any("::" in word for word in config.args)
+        if record and (some or os.environ.get("FULL")):
+            raise pytest.UsageError(
+                "RECORD_SECONDS: records whole files; leave out -m, -k, :: and FULL, as .ci/run does"
+            )
+        config.pluginmanager.register(Recorder(record=record, check=check))
+        try:
+            config.stash[LEFT_OUT] = unchanged_tests() if config.getoption("by_change") else LeftOut((), "")
+        except ValueError as error:  # an unknown $CI_BASE
+            raise pytest.UsageError(str(error)) from None
+    else:
+        config.stash[LEFT_OUT] = LeftOut(*config.workerinput["left_out"])
+
+
+def pytest_configure_node(node: WorkerController) -> None:
+    """Tell each worker of pytest-xdist which files to leave out, so that all collect the same tests."""
+    left_out = node.config.stash[LEFT_OUT]
+    node.workerinput["left_out"] = (left_out.files, left_out.since)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files whose tests cannot have a new result."""
+    left_out = config.stash[LEFT_OUT].files
+    return True if left_out and collection_path.relative_to(config.rootpath).as_posix() in left_out else None
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    left_out = config.stash[LEFT_OUT]
+    if left_out.files:
+        names = " ".join(left_out.files)
+        terminalreporter.line(f"left out, since nothing that they import changed since {left_out.since}: {names}")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what is slow, and start with the files that take longest, and new ones, so that no worker ends alone."""
-    seconds = json.loads(SECONDS.read_text(encoding="utf-8"))
+    """Mark slow tests, and start with the files that take longest and new files, so that no worker ends alone."""
+    seconds = read_recorded()
     for item in items:
-        shared = (f"{_file(item.nodeid)}::{name}" for name in getattr(item, "fixturenames", ()))
+        shared = (f"{file_of(item.nodeid)}::{name}" for name in getattr(item, "fixturenames", ()))
         waits = max((seconds["fixtures"].get(name, 0.0) for name in shared), default=0.0)
         if seconds["tests"].get(item.nodeid, 0.0) >= SLOW or waits >= 3 * SLOW:
             item.add_marker("slow")
-    known = {item.path: seconds["files"].get(_file(item.nodeid), float("inf")) for item in items}
+    known = {item.path: seconds["files"].get(file_of(item.nodeid), float("inf")) for item in items}
     items.sort(key=lambda item: -known[item.path])
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_call(item: pytest.Item) -> None:
-    """Leave what tests have imported out of collections, of which the end of each trainer makes one: 0.4 s without this."""
+    """Leave imported modules out of collections, of which the end of each trainer makes one: 0.4 s without this."""
     known = item.session.stash.setdefault(IMPORTED, [0])
     if len(sys.modules) > known[0] + 20:
         gc.collect()
         gc.freeze()
         known[0] = len(sys.modules)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object], request: pytest.FixtureRequest) -> Iterator[None]:
-    """Take the time of a fixture that several tests share."""
-    began = time.monotonic()
-    try:
-        return (yield)
-    finally:
-        if fixturedef.scope != "function":
-            request.session.stash.setdefault(SHARED, Counter())[fixturedef.argname] = time.monotonic() - began
-
-
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    _taken["files"][_file(report.nodeid)] += report.duration
-    if report.when == "call":
-        _taken["tests"][report.nodeid] += report.duration
-    for name, seconds in dict(report.user_properties).get("shared", {}).items():
-        _taken["fixtures"][f"{_file(report.nodeid)}::{name}"] = seconds
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
-    """Hand the times of shared fixtures to the process that writes them down."""
-    report: pytest.TestReport = yield
-    report.user_properties.append(("shared", dict(item.session.stash.get(SHARED, Counter()))))
-    item.session.stash[SHARED] = Counter()
-    return report
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Write down the times of this run. A test that did not run keeps its time, as long as its file exists."""
-    if os.environ.get("RECORD_SECONDS") and not hasattr(session.config, "workerinput"):
-        before = json.loads(SECONDS.read_text(encoding="utf-8"))
-        for kind in ("tests", "fixtures"):
-            for name in before[kind].keys() - _taken[kind].keys():
-                if (session.config.rootpath / _file(name)).exists():
-                    _taken[kind][name] = before[kind][name]
-                    _taken["files"][_file(name)] += before[kind][name]
-        least = {"files": 0.0, "tests": 1.0, "fixtures": 1.0}
-        rounded = {
-            kind: {name: round(seconds, 1) for name, seconds in sorted(taken.items()) if seconds >= least[kind]}
-            for kind, taken in _taken.items()
-        }
-        SECONDS.write_text(json.dumps(rounded, indent=0) + "\n", encoding="utf-8")
-
-
-def _file(nodeid: str) -> str:
-    return nodeid.partition("::")[0]
 
 
 @pytest.fixture(autouse=True)
@@ -128,13 +128,13 @@ def process_as_it_was() -> Iterator[None]:
 
 @pytest.fixture
 def store(tmp_path) -> ArtifactStore:
-    """Return an empty store."""
+    """An empty store."""
     return ArtifactStore(tmp_path / "store")
 
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory) -> Path:
-    """Return the folder of a Llama of one layer with its tokenizer, made once for each file of tests."""
+    """The folder of a Llama of one layer with its tokenizer, made once for each file of tests."""
     from tests.support.workshop import make_policy  # imports torch, which most tests do without
 
     return make_policy(tmp_path_factory.mktemp("policy"))

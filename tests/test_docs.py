@@ -11,6 +11,7 @@ import re
 import shlex
 import tomllib
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -31,8 +32,9 @@ ROOT = Path(__file__).resolve().parents[1]
 GENERATED = ROOT / "docs" / "reference"
 """Written by `docs/generate_reference.py` when the site is built; not part of the repository."""
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")),
+    *(ROOT / name for name in ("README.md", "AGENTS.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")),
     *sorted(page for page in (ROOT / "docs").rglob("*.md") if not page.is_relative_to(GENERATED)),
+    *generate_reference.READMES,
 ]
 QUICK = (
     "completion",
@@ -141,12 +143,16 @@ def test_a_documented_option_of_a_module_exists() -> None:
                 assert f'"{option}"' in source or made_of_names, command
 
 
+@cache
+def generated_pages() -> set[Path]:
+    return {GENERATED / f"{name}.md" for name in generate_reference.pages() | generate_reference.topic_pages()}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_what_a_page_points_to_is_there(page: Path) -> None:
     text = page.read_text()
     links = [(page.parent / link).resolve() for link in re.findall(r"\]\(([^)#]+)", text) if "://" not in link]
-    generated = {GENERATED / f"{name}.md" for name in generate_reference.pages()}
-    assert [link for link in links if link not in generated and not link.exists()] == []
+    assert [link for link in links if link not in generated_pages() and not link.exists()] == []
     tops = {path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")} - {"build"}
     paths = [path for path in re.findall(r"`([\w./-]+)`", text) if "/" in path and path.split("/")[0] in tops]
     to_be_made = re.findall(r"^`([\w./-]+)`[^\n]*:\n\n```", text, flags=re.MULTILINE)
@@ -154,7 +160,7 @@ def test_what_a_page_points_to_is_there(page: Path) -> None:
 
 
 def test_the_pages_that_the_code_names_are_there() -> None:
-    tops = ("rlhf_core", "stages", "pipelines", "benchmarks", "campaigns", "docs")
+    tops = ("rlhf_core", "stages", "pipelines", "rlhf_contrib", "benchmarks", "campaigns", "docs")
     sources = [source.read_text() for top in tops for source in (ROOT / top).rglob("*.py")]
     named = {page for text in sources for page in re.findall(r"(?<![\w/])docs/[\w/-]+\.md", text)}
     assert [page for page in sorted(named) if not (ROOT / page).exists()] == []
@@ -162,7 +168,7 @@ def test_the_pages_that_the_code_names_are_there() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_no_page_says_how_large_the_code_is(page: Path) -> None:
-    """Such figures are wrong a day later: `python -m benchmarks.measure` and the tools print them."""
+    """Such figures are out of date a day later."""
     counted = r"\d[\d\s.,]*(?:lines|modules|source files|files in|files and|tests\b|passed|import contracts)"
     assert re.findall(rf"\b{counted}", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)) == []
 

@@ -14,7 +14,7 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("pipelines", "stages", "rlhf_core", "benchmarks", "campaigns")
+PACKAGES = ("rlhf_contrib", "pipelines", "stages", "rlhf_core", "benchmarks", "campaigns", "docs")
 SKIPPED = {
     "pipelines.flows.graph": (1, "a pipeline and artifacts"),
     "rlhf_core.agents.endpoint": (1, "an event loop and a policy that samples"),
@@ -33,7 +33,7 @@ SKIPPED = {
     "rlhf_core.runtime.ray_runtime": (2, "a cluster of Ray"),
     "rlhf_core.sampling.hf_sampler": (1, "a policy's weights"),
     "rlhf_core.sampling.vllm_sampler": (2, "vLLM"),
-    "rlhf_core.sampling.vllm_server_sampler": (1, "a server of vLLM"),
+    "rlhf_contrib.vllm_server.sampler": (1, "a server of vLLM"),
     "rlhf_core.training.trainer": (2, "a policy's weights"),
 }
 """Module -> how many of its examples are skipped, and what each of them needs."""

@@ -84,7 +84,10 @@ def check_device(device: Device) -> None:
 
     if device == "cuda" and not torch.cuda.is_available():
         rule = f"torch {torch.__version__} sees no GPU on this machine"
-        raise ConfigError("--device", device, rule, "run it where nvidia-smi lists one, or with --device cpu")
+        remedy = "run it where nvidia-smi lists one, or with --device cpu"
+        if not torch.version.cuda:
+            rule, remedy = f"torch {torch.__version__} is a build for CPUs", "make clean-venv install, or --device cpu"
+        raise ConfigError("--device", device, rule, remedy)
 
 
 def run_apart(step: Step, place: Place) -> Result:

@@ -118,7 +118,8 @@ def version(package: str) -> str:
 
 def train(place: Place, figures: Figures) -> None:
     """Make steps in bfloat16 under each ZeRO stage; they must follow float32, and the loss must fall."""
-    from rlhf_core.config.engines import LoraConfig, TrainerConfig
+    from rlhf_core.config.engines import TrainerConfig
+    from rlhf_core.config.models import LoraConfig
 
     bf16 = {"dtype": "bfloat16"}
     settings: dict[str, dict[str, Any]] = {
@@ -212,7 +213,7 @@ def throughput(place: Place, figures: Figures) -> None:
             make_policy(policy, 128, 2, positions=longest, vocabulary=2048)
         size = Size(policy, rows=32 if place.on_gpu else 8, mean=mean, longest=longest, micro_batch=4)
         rows = rows_of(size, "sft", "mixed")
-        tokens, flops = work(size, rows)
+        tokens, flops = work(size, rows, shares=False)  # no prompt is there twice
         samples = [token_sample(one, "answer_ids") for one in rows]
         config = TrainerConfig(dtype="bfloat16", zero_stage=1, micro_batch=4, gradient_checkpointing=True)
         with contextlib.closing(LocalTrainer(ModelSpec(name, "lm", None, 17), OptimizerConfig(), config)) as trainer:
@@ -262,7 +263,8 @@ def median_seconds(work: Callable[[], object], repeats: int = 3) -> float:
 
 def generate(place: Place, figures: Figures, *, dtype: Literal["float32", "bfloat16"], graphs: bool) -> None:
     """Sample with vLLM; its log-probabilities must be the trainer's, and seeds must give the same tokens again."""
-    from rlhf_core.config.engines import SamplingConfig, TrainerConfig, VllmSamplerConfig
+    from rlhf_core.config.engines import SamplingConfig, TrainerConfig
+    from rlhf_core.config.runtime import VllmSamplerConfig
     from rlhf_core.interfaces import ModelSpec
     from rlhf_core.runtime.samplers import open_sampler
     from rlhf_core.training.trainer import LocalTrainer
@@ -305,11 +307,13 @@ def requests_of(count: int) -> list[Any]:
 
 def differences(trainer: Any, requests: Sequence[Any], completions: Sequence[Any]) -> list[float]:
     """Return how far the trainer's log-probability of each sampled token is from the engine's."""
+    from rlhf_core.interfaces import logprob_rows
+
     samples = [
         row([*request.prompt_ids, *one.token_ids], len(request.prompt_ids))
         for request, one in zip(requests, completions, strict=True)
     ]
-    rows = trainer.logprobs(samples, temperature=1.0)
+    rows = logprob_rows(trainer, samples)
     return [
         abs(ours - theirs)
         for request, one, mine in zip(requests, completions, rows, strict=True)
@@ -417,7 +421,9 @@ def shared(
 
     With `alone` the trainer has adapters, and the engine takes these alone.
     """
-    from rlhf_core.config.engines import LoraConfig, OptimizerConfig, RuntimeConfig, TrainerConfig, VllmSamplerConfig
+    from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
+    from rlhf_core.config.models import LoraConfig
+    from rlhf_core.config.runtime import RuntimeConfig, VllmSamplerConfig
     from rlhf_core.interfaces import ModelSpec
     from rlhf_core.runtime.ray_runtime import RayRuntime
 

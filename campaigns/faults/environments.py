@@ -20,8 +20,10 @@ from campaigns.faults.leftovers import end_with_the_run, watched
 from rlhf_core.agents.episodes import Episode
 from rlhf_core.agents.process import GRACE_S, Environments
 from rlhf_core.config.agents import AgentConfig, EnvironmentAgent, OpenEnvAgent
-from rlhf_core.config.engines import HFSamplerConfig, InitModel, SamplingConfig
+from rlhf_core.config.engines import SamplingConfig
+from rlhf_core.config.models import InitModel
 from rlhf_core.config.rewards import EpisodeReward, RewardsConfig
+from rlhf_core.config.runtime import HFSamplerConfig
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.errors import ConfigError, RewardError
 from rlhf_core.rewards.scoring import Scorer

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import psutil
 
 from campaigns.faults.fault import Outcome
+from rlhf_core.processes.warm import end_warm_parent
 from rlhf_core.rewards.sandbox import local as sandbox
 
 MARK = "RLHF_FAULT"
@@ -35,6 +36,7 @@ class Watch:
 
     def left(self) -> list[psutil.Process]:
         """Return the processes that do not end within 10 s, after killing them: the next fault begins on a clean table."""
+        end_warm_parent()
         _, alive = psutil.wait_procs(self.living(), timeout=GONE_S)
         left = [one for one in alive if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
         for process in left:
@@ -52,6 +54,7 @@ class Watch:
 @contextlib.contextmanager
 def watched() -> Iterator[Watch]:
     """Mark all processes that are started inside of the block."""
+    end_warm_parent()  # /proc shows the variables of a fork as they were when its parent started
     before = os.environ.get(MARK)
     os.environ[MARK] = secrets.token_hex(8)
     try:

@@ -10,7 +10,7 @@ from campaigns.faults.fault import Fault, Outcome
 from campaigns.faults.small import Small
 from pipelines.execution.executor import Silent
 from rlhf_core.errors import TrainingError
-from rlhf_core.training.trainer import MAX_SKIPPED_IN_A_ROW
+from rlhf_core.training.skipped import MAX_SKIPPED_IN_A_ROW
 
 EXPLODING = (
     'runtime={type = "local"}',

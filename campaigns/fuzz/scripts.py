@@ -13,8 +13,8 @@ from rich.console import Console
 from campaigns.fuzz.campaign import Wrong
 from campaigns.fuzz.mutations import ODD_TEXTS, damaged, written
 from pipelines.flows.profile import load_profile
-from pipelines.importers.openrlhf.flags import COMMANDS
-from pipelines.importers.openrlhf.translate import import_script
+from rlhf_contrib.openrlhf.flags import COMMANDS
+from rlhf_contrib.openrlhf.translate import import_script
 
 # As people write them, for OpenRLHF 0.6 to 0.10; the translator's tests have them, too.
 SFT_06 = r"""

@@ -16,7 +16,8 @@ from pipelines.cli.serve_verb import find_policy
 from pipelines.services.home import Home
 from pipelines.services.policy_server import serving, token_of
 from pipelines.services.running import ServiceError
-from rlhf_core.config.engines import HFSamplerConfig, RuntimeConfig, SamplingConfig
+from rlhf_core.config.engines import SamplingConfig
+from rlhf_core.config.runtime import HFSamplerConfig, RuntimeConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.store.artifacts import ArtifactStore

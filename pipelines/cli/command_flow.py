@@ -10,7 +10,7 @@ from httpx import TransportError
 from prefect import flow, tags
 from prefect.client.schemas.objects import State
 from prefect.context import FlowRunContext, refresh_global_settings_context
-from prefect.exceptions import CancelledRun
+from prefect.exceptions import CancelledRun, PrefectHTTPStatusError
 
 from pipelines.execution.run import PipelineRun
 from pipelines.flows.full import lifecycle
@@ -69,18 +69,24 @@ def run_flow(
     except CancelledRun:
         if not halts:
             raise
-    except TransportError as error:
+    except (TransportError, PrefectHTTPStatusError) as error:
         url = shown(os.environ["PREFECT_API_URL"])
         if not ended:
             raise ServiceError(
-                f"{url}: Prefect does not answer ({error}); finished work is kept: run the same command again"
+                f"{url}: Prefect does not answer ({_said(error)}); finished work is kept: run the same command again"
             ) from error
         # The client has retried for minutes, and all stages have committed: only the page is incomplete.
         logger.warning(
-            "%s: Prefect does not answer (%s); the run is complete, but its page may show another state", url, error
+            "%s: Prefect does not answer (%s); the run is complete, but its page may show another state",
+            *(url, _said(error)),
         )
     finally:
         for flow_run in flow_runs:
             settle(flow_run, pipeline_run.started)
     if halts:
         raise halts[0]
+
+
+def _said(error: Exception) -> str:
+    """The first line of an error of Prefect's client, which adds a page about the status to it."""
+    return (str(error).splitlines() or [type(error).__name__])[0]

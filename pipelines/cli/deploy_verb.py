@@ -3,6 +3,7 @@
 import argparse
 import re
 import shlex
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from pipelines.execution.plan import DIGITS, all_specs
 from pipelines.execution.summary import shown_overrides
 from pipelines.flows.full import lifecycle
 from pipelines.flows.profile import PipelineConfig, parse, profile_digest, profile_table
+from pipelines.flows.profile_paths import as_read_from
 from pipelines.services.home import Home
 from pipelines.services.reconcile import some_prefect
-from pipelines.services.running import ServiceError, Services, running
+from pipelines.services.running import ServiceError, running
 from pipelines.services.user_servers import user_prefect
 from rlhf_core.errors import ConfigError
 from rlhf_core.secrets.redaction import shown
@@ -31,14 +33,15 @@ def deploy(options: argparse.Namespace) -> None:
     elif services is None:
         remedy = "start them with `rlhf up`, or give the --pool of your workers"
         raise ServiceError(f"rlhf deploy: no services are running; {remedy}")
-    else:
-        _check_folder(options.profile, services)
     table = profile_table(options.profile, options.overrides)
-    config = parse(table, origin=options.profile)
+    folder = Path.cwd() if services is None or options.pool else Path(psutil.Process(services.pid).cwd())
+    table = as_read_from(folder, table)
+    with chdir(folder):  # the folder of its runs
+        config = parse(table, origin=options.profile)
+        digest, stages = profile_digest(config), list(all_specs(config, lifecycle))
     name = options.name or config.name
     if re.search(r"[/%&<>]|\.py$", name):
         raise ConfigError("--name", name, "must have none of / % & < > and not end in .py", "choose another")
-    digest, stages = profile_digest(config), list(all_specs(config, lifecycle))
     changes = [word for text in shown_overrides(options.overrides) for word in ("--set", text)]
     named = [word for key in ("name", "pool") if (value := getattr(options, key)) for word in (f"--{key}", value)]
     command = shlex.join(["rlhf", "deploy", options.profile, *changes, *named])
@@ -95,11 +98,3 @@ def _change(version: str, before: str) -> str:
     if not before:
         return f"made of profile {version}"
     return f"unchanged, profile {version}" if version == before else f"profile {version} replaces {before}"
-
-
-def _check_folder(profile: str, services: Services) -> None:
-    """Raise ConfigError if the services run in another folder, where relative paths would mean other files."""
-    folder = psutil.Process(services.pid).cwd()
-    if Path(folder) != Path.cwd():
-        rule = f"the services run in {folder}, where its relative paths would mean other files"
-        raise ConfigError("deploy", profile, rule, "run `rlhf deploy` there")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, Literal
 
 from rich.console import Console, Group, RenderableType
@@ -14,21 +15,22 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from pipelines.cli.common import key_metric, print_line
+from pipelines.cli.common import print_line
+from pipelines.execution.key_metric import key_metric
 from pipelines.execution.plan import DIGITS, Outlook, PlannedStage, duration
+from pipelines.execution.progress_lines import ProgressLines, end_of
 from pipelines.execution.summary import results
 from rlhf_core.stage.decision import Decision
-from rlhf_core.stage.stopping import RunHalted
 
 STYLES = {
     "HIT": "green",
-    "RUN": "cyan",
+    "RUN": "bold cyan",
     "RESUME": "yellow",
     "ATTACH": "magenta",
     "BLOCKED": "red",
     "FAILED": "bold red",
 }
-PLAIN_PROGRESS_EVERY_S = 15.0
+MOST_NOTES = 2  # of the hits that share a line of a plan
 
 
 @dataclass
@@ -62,12 +64,12 @@ class Row:
         return None if self.expected is None else max(0.0, self.expected - self.elapsed)
 
 
-class PlainDisplay:
+class PlainDisplay(ProgressLines):
     """A `Listener` that prints one line per event, for logs and pipes."""
 
     def __init__(self, console: Console) -> None:
+        super().__init__()
         self._console = console
-        self._last: dict[str, float] = {}
 
     def __enter__(self) -> PlainDisplay:
         return self
@@ -79,34 +81,11 @@ class PlainDisplay:
         """Print how much is to be done."""
         print_line(self._console, str(found))
 
-    def planned(self, label: str, decision: Decision) -> None:
-        return None
-
-    def started(self, label: str, decision: Decision) -> None:
-        self._line(label, f"{decision.action}: {decision.reason}")
-
-    def progress(self, label: str, done: int, total: int, message: str) -> None:
-        now = time.monotonic()
-        if label in self._last and now - self._last[label] < PLAIN_PROGRESS_EVERY_S:
-            return
-        self._last[label] = now
-        self._line(label, f"{done}/{total} {message}")
-
-    def metrics(self, label: str, step: int, values: Mapping[str, float]) -> None:
-        return None
-
-    def finished(self, label: str, decision: Decision, metrics: Mapping[str, float], seconds: float) -> None:
-        if decision.action != "HIT":
-            self._line(label, f"done in {seconds:.1f} s  {key_metric(metrics)}".rstrip())
-
-    def failed(self, label: str, error: BaseException) -> None:
-        self._line(label, f"FAILED: {type(error).__name__}" if isinstance(error, Exception) else _end(error))
-
     def warn(self, text: str) -> None:
         print_line(self._console, f"warning: {text}")
 
-    def _line(self, label: str, text: str) -> None:
-        print_line(self._console, f"{label}: {text}")
+    def write(self, line: str) -> None:
+        print_line(self._console, line)
 
 
 class LiveDisplay:
@@ -173,7 +152,7 @@ class LiveDisplay:
             row = self._rows[label]
             row.seconds = row.elapsed if row.began else 0.0
             row.state, row.decision = (
-                ("failed", "FAILED") if isinstance(error, Exception) else (_end(error), row.decision)
+                ("failed", "FAILED") if isinstance(error, Exception) else (end_of(error), row.decision)
             )
 
     def warn(self, text: str) -> None:
@@ -181,8 +160,8 @@ class LiveDisplay:
 
     def _render(self) -> RenderableType:
         with self._lock:
-            if not self._rows:
-                return ""
+            if all(row.decision == "HIT" for row in self._rows.values()):
+                return ""  # the line before the table has their number and the newest date
             width, height = self._console.size
             bar = WIDE_BAR if width >= WIDE else NARROW_BAR
             fixed = DECISION_WIDTH + bar + TIME_WIDTH + 4  # a space after each of the four columns before the remark
@@ -192,28 +171,37 @@ class LiveDisplay:
                 justify: Literal["left", "right"] = "right" if name == "time" else "left"
                 table.add_column(name, width=size, no_wrap=True, overflow="ellipsis", justify=justify)
             table.add_column("", width=width - fixed - label - 1, no_wrap=True, overflow="ellipsis")
-            first, last = (0, len(self._rows)) if self._ended else _window(list(self._rows.values()), height - FRAME)
+
+            # After the end the table is whole, for reading back; before, it fits into the terminal.
+            first, last = 0, len(self._rows)
+            if not self._ended:
+                first, last = _window(list(self._rows.values()), height - FRAME)
             for name, row in list(self._rows.items())[first:last]:
                 # The end of a long label differs from the others'.
-                table.add_row(*self._cells(name if len(name) <= label else f"\u2026{name[1 - label :]}", row, bar))
+                name = name if len(name) <= label else f"\u2026{name[1 - label :]}"
+                table.add_row(*self._cells(name, row, bar, width - fixed - label - 1))
             hidden = f"{first} stages above, {len(self._rows) - last} below; " if last - first < len(self._rows) else ""
             return table if self._ended else Group(table, Text(hidden + self._left(), style="dim"))
 
     def _left(self) -> str:
         """Return the time that is left, as far as it is known."""
         left = [row.left() for row in self._rows.values()]
-        known, unknown = [seconds for seconds in left if seconds], sum(seconds is None for seconds in left)
+        known = [seconds for seconds in left if seconds]
+        unknown = sum(seconds is None for seconds in left)
         if not known:
-            return f"{unknown} stage{'s' * (unknown > 1)} left, whose time is not known" if unknown else ""
+            return f"{unknown} stage{'s' * (unknown > 1)} left, time unknown" if unknown else ""
         return f"about {duration(sum(known))} left" + (f", without {unknown} stages of unknown time" if unknown else "")
 
-    def _cells(self, label: str, row: Row, bar: int) -> tuple[RenderableType, ...]:
+    def _cells(self, label: str, row: Row, bar: int, room: int) -> tuple[RenderableType, ...]:
+        """The cells of a row, whose bar has `bar` columns and whose remark has `room`."""
         decision = Text(row.decision, style=STYLES[row.decision] if row.state != "waiting" else "dim")
         if row.state == "waiting":
             return decision, Text(label, style="dim"), "", "", Text(row.reason, style="dim")
         if row.state == "done":
-            remark = key_metric(row.metrics) if row.decision != "HIT" else row.reason
-            shown = "" if row.decision == "HIT" else f"{row.seconds:.1f} s"
+            hit = row.decision == "HIT"
+            fits = len(row.reason.partition(";")[0]) <= room  # half a date says less than none
+            remark = key_metric(row.metrics) if not hit else row.reason if fits else ""
+            shown = "" if hit else f"{row.seconds:.1f} s"
             return decision, Text(label), Text("done", style="green"), shown, Text(remark)
         progress = self._phase(row)
         said = "" if progress == SAVING else row.message or row.reason
@@ -252,29 +240,19 @@ def _window(rows: Sequence[Row], count: int) -> tuple[int, int]:
     return first, first + count
 
 
-ENDS = {"Waiting": "waiting for people", "Blocked": "blocked by a gate", "OverBudget": "over budget"}
-"""State of a halted run -> its text on the display."""
-
-
-def _end(error: BaseException) -> str:
-    return ENDS[error.state] if isinstance(error, RunHalted) else "stopped"
-
-
 def open_display(console: Console) -> PlainDisplay | LiveDisplay:
     """Return the display for the console: live on a terminal, plain otherwise."""
     return LiveDisplay(console) if console.is_terminal else PlainDisplay(console)
 
 
 def print_decisions(rows: Sequence[tuple[str, Decision]], console: Console) -> None:
-    """Print the plan of a pipeline: a table whose reasons wrap on a terminal, one line for each stage in a pipe."""
+    """Print the plan of a pipeline: a tree whose reasons wrap on a terminal, one line for each stage in a pipe."""
     if console.is_terminal:
         table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-        for name in ("decision", "stage", "key"):
-            table.add_column(name, no_wrap=name != "stage", overflow="fold", max_width=max(16, console.width // 3))
-        table.add_column("why", overflow="fold")
-        for label, decision in rows:
-            action = Text(decision.action, style=STYLES[decision.action])
-            table.add_row(action, Text(label), decision.key[:DIGITS], Text(decision.reason))
+        for name in ("decision", "stage", "key", "why (times in UTC)"):
+            table.add_column(name, no_wrap=name[:3] != "why", overflow="fold")
+        for action, name, key, why in _tree([(label.split("/"), decision) for label, decision in rows]):
+            table.add_row(Text(action, style=STYLES.get(action, "")), Text(name), Text(key, style="dim"), Text(why))
         console.print(table)
         return
     wide = max((len(label) for label, _ in rows), default=0)
@@ -283,14 +261,45 @@ def print_decisions(rows: Sequence[tuple[str, Decision]], console: Console) -> N
         print_line(console, line)
 
 
-def results_tables(report: Mapping[str, Any]) -> Group:
-    """Return the comparison of the policies in `report.json` as tables."""
+def _tree(rows: Sequence[tuple[Sequence[str], Decision]], indent: str = "") -> Iterator[tuple[str, str, str, str]]:
+    """Action, name, key and reason of each line of a plan. A part of the pipeline that is all hits is one line."""
+    for part, found in groupby(rows, lambda row: row[0][0]):
+        members = list(found)
+        if len(members) == 1:
+            path, decision = members[0]
+            reason = decision.reason.removeprefix("made ").replace(" UTC in ", ", ", 1)
+            yield decision.action, indent + "/".join(path), decision.key[:DIGITS], reason
+        elif all(decision.action == "HIT" for _, decision in members):
+            yield "HIT", indent + part, "", _hits([decision for _, decision in members])
+        else:
+            yield "", f"{indent}{part}/", "", ""
+            # A stage may have the name of the part, as `evaluate` has.
+            yield from _tree([(path[1:] or path, decision) for path, decision in members], indent + "  ")
+
+
+def _hits(decisions: Sequence[Decision]) -> str:
+    """The number of hits and their notes, such as changed code, which follow the date in a reason."""
+    notes = list(dict.fromkeys(note for one in decisions for note in one.reason.split("; ")[1:]))
+    more = [f"{len(notes) - MOST_NOTES} more notes"] if len(notes) > MOST_NOTES else []
+    return "; ".join([f"{len(decisions)} hits", *notes[:MOST_NOTES], *more])
+
+
+def results_tables(report: Mapping[str, Any], width: int) -> Group:
+    """The comparison of the policies in `report.json` as tables. Intervals get lines below their means if needed."""
     tables = list[Table]()
     for found in results(report).values():
-        table = Table(box=None, pad_edge=False, title=found.caption, title_justify="left", title_style="dim")
-        for number, heading in enumerate(found.headings):
+        columns = list(zip(found.headings, *found.rows, strict=True))
+        if sum(max(map(len, column)) + 1 for column in columns) > width:
+            of_policies, *measures = columns
+            measures = [
+                (head.replace(" ", "\n"), *(cell.replace(" [", "\n[") for cell in cells)) for head, *cells in measures
+            ]
+            columns = [of_policies, *measures]
+        table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), title=found.caption, title_justify="left")
+        table.title_style = "dim"
+        for number, (heading, *_) in enumerate(columns):
             table.add_column(heading, justify="right" if number else "left", no_wrap=True)
-        for row in found.rows:
-            table.add_row(*map(Text, row))
+        for cells in zip(*(column[1:] for column in columns), strict=True):
+            table.add_row(*map(Text, cells))
         tables.append(table)
     return Group(*tables)

@@ -1,12 +1,16 @@
 """Report the resources of this machine and missing ones, with remedies (`rlhf doctor`)."""
 
 import argparse
+import ctypes.util
 import importlib.metadata
 import os
 import platform
+import resource
 import shutil
+import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 from rich.console import Console
@@ -34,7 +38,7 @@ def doctor(options: argparse.Namespace) -> int:
 
 def examine(console: Console) -> int:
     """Print one line per finding; return 1 if a requirement is missing."""
-    home = Home.here().make()
+    home, gpus = Home.here().make(), _gpus()
     memory = psutil.virtual_memory().available / 2**30
     disk = shutil.disk_usage(home.root).free / 2**30
     findings = [
@@ -43,7 +47,7 @@ def examine(console: Console) -> int:
             f"Python {platform.python_version()}",
             "use 3.11 to 3.13: make PYTHON=...",
         ),
-        (True, f"{os.cpu_count()} cores, {_gpus()}", ""),
+        (True, f"{os.cpu_count()} cores, {gpus or 'no'} NVIDIA GPU{'s' * (gpus > 1)}", ""),
         (
             memory >= LEAST_MEMORY_GIB,
             f"{memory:.1f} GiB memory free",
@@ -52,6 +56,7 @@ def examine(console: Console) -> int:
         (disk >= LEAST_DISK_GIB, f"{disk:.1f} GiB disk free at {home.root}", "set RLHF_HOME to a larger disk"),
         *(_version(package) for package in (*PACKAGES, _vllm_package())),
         _builds_fit(),
+        *([_torch_sees(gpus), network()] if gpus else []),
         _services(home),
         *(_imports(engine) for engine in ENGINES),
     ]
@@ -105,12 +110,66 @@ def _imports(engine: str) -> tuple[bool, str, str]:
     )
 
 
-def _gpus() -> str:
+def _gpus() -> int:
+    """The number of GPUs that the driver lists."""
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
-        return "no NVIDIA GPU"
-    return f"{len(listed.stdout.splitlines())} NVIDIA GPUs" if listed.returncode == 0 else "no NVIDIA GPU"
+        return 0
+    return len(listed.stdout.splitlines()) if listed.returncode == 0 else 0
+
+
+def _torch_sees(gpus: int) -> tuple[bool, str, str]:
+    """Whether torch is a build for CUDA, on a machine with GPUs."""
+    versions = {one.metadata["Name"]: one.version for one in importlib.metadata.distributions()}
+    found = versions.get("torch", "")
+    remedy = "make clean-venv install, or install rlhf-lifecycle[gpu] into a new environment"
+    if found.endswith("+cpu"):
+        return False, f"torch {found} is a build for CPUs, and this machine has {gpus} GPUs", remedy
+    return True, f"torch {found} is a build for GPUs", ""
+
+
+def network(ports: Path = Path("/sys/class/infiniband")) -> tuple[bool, str, str]:
+    """The network that NCCL would take between machines, and what keeps it from a faster one that is there.
+
+    The order is NCCL's: a plugin, InfiniBand or RoCE with an active port, TCP. A plugin or an interface may be named in its
+    variables.
+    """
+    asked = [
+        name for name in ("NCCL_NET", "NCCL_NET_PLUGIN", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA") if os.environ.get(name)
+    ]
+    said = "".join(f", {name}={os.environ[name]}" for name in asked)
+    if plugin := ctypes.util.find_library("nccl-net"):
+        return True, f"NCCL would take the network of its plugin {plugin}{said}", ""
+    active = sorted(
+        f"{state.parts[-4]} ({(state.parent / 'link_layer').read_text(encoding='utf-8').strip()})"
+        for state in ports.glob("*/ports/*/state")
+        if "ACTIVE" in state.read_text(encoding="utf-8")
+    )
+    interfaces = ", ".join(tcp_interfaces()) or "no interface"
+    if not active or os.environ.get("NCCL_IB_DISABLE") == "1":
+        idle = f"; {', '.join(active)} is disabled by NCCL_IB_DISABLE" if active else ""
+        return True, f"NCCL would take TCP over {interfaces}{said}{idle}", ""
+    devices, locked = ", ".join(active), resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if ctypes.util.find_library("ibverbs") is None:
+        remedy = "apt-get install libibverbs1 ibverbs-providers librdmacm1"
+        return False, f"NCCL would take TCP over {interfaces}, not {devices}: libibverbs is missing", remedy
+    if locked != resource.RLIM_INFINITY:
+        remedy = "ulimit -l unlimited, or IPC_LOCK for a container"
+        return False, f"NCCL would take {devices}, but may lock {locked >> 10} KiB of memory alone", remedy
+    return True, f"NCCL would take {devices}{said}", ""
+
+
+def tcp_interfaces() -> list[str]:
+    """The interfaces over which NCCL would connect: those of InfiniBand, else all but bridges and loopback."""
+    stats = psutil.net_if_stats()
+    up = [
+        name
+        for name, addresses in psutil.net_if_addrs().items()
+        if stats[name].isup and any(one.family in (socket.AF_INET, socket.AF_INET6) for one in addresses)
+    ]
+    first = [name for name in up if name.startswith("ib")]
+    return first or [name for name in up if not name.startswith(("docker", "lo", "virbr"))]
 
 
 def _services(home: Home) -> tuple[bool, str, str]:

@@ -31,6 +31,8 @@ def remedy(module: str) -> str:
     >>> remedy("torch"), remedy("psycopg"), remedy("a_module_of_yours")
     ("pip install 'rlhf-lifecycle[cpu]', or [gpu] beside an NVIDIA GPU", "pip install 'rlhf-lifecycle[server]'", '')
     """
+    if module.startswith("rlhf_contrib"):
+        return f"install the whole wheel of {PACKAGE}, which has all topics"
     lines = (re.match(r"([\w.-]+).*extra == ['\"]([\w-]+)", line) for line in _requirements())
     extras = {line[2] for line in lines if line is not None and _plain(line[1]) == _plain(module)}
     if "server" in extras:

@@ -1,11 +1,5 @@
-"""Translate a script of OpenRLHF commands to a profile (`rlhf import-openrlhf`)."""
+"""The former name of `rlhf_contrib.openrlhf.verb`."""
 
-import argparse
+from rlhf_core.moved import moved
 
-from pipelines.cli.common import console
-from pipelines.importers.openrlhf.translate import import_script
-
-
-def import_openrlhf(options: argparse.Namespace) -> None:
-    """Write the profile, and print how every flag was translated."""
-    import_script(options.script, out=options.out, lenient=options.lenient, console=console)
+moved(__name__, "rlhf_contrib.openrlhf.verb")

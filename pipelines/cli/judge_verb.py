@@ -1,7 +1,9 @@
 """Judge comparisons with keys on a page of this machine (`rlhf judge`); the answers go to MLflow's review queue."""
 
 import argparse
+import hmac
 import json
+import secrets
 import webbrowser
 from contextlib import suppress
 from dataclasses import asdict
@@ -63,17 +65,30 @@ def chosen(annotator: str, queues: list[ReviewedQueue]) -> ReviewedQueue:
 def page_of(reviews: ReviewQueues, name: str, uri: str) -> Door:
     """Return the application: the page, the queue as JSON, and answers; only the user who started it may enter."""
 
+    ids: dict[str, str] = {}
+    """What the page calls an item -> its id, which may tell where an answer comes from."""
+    key = secrets.token_bytes(16)
+
+    def opaque(item: str) -> str:
+        """An id that does not tell where an answer comes from. It is the same until the server ends."""
+        name = hmac.new(key, item.encode(), "sha256").hexdigest()[:16]
+        ids[name] = item
+        return name
+
     def page(_: Request) -> Response:
         return HTMLResponse(PAGE.read_text(encoding="utf-8"))
 
     def queue(_: Request) -> Response:
         with asking(uri):
-            return JSONResponse(asdict(reviews.read(name)))
+            found = asdict(reviews.read(name))
+        return JSONResponse(found | {"items": [one | {"id": opaque(one["id"])} for one in found["items"]]})
 
     async def answer(request: Request) -> Response:
         given = json.loads(await read_body(request, LIMITS))
+        if given["item"] not in ids:
+            raise ConfigError("item", given["item"], "is none of this queue", "load the page again")
         with asking(uri):
-            reviews.answer(name, given["item"], given["value"], given["reason"])
+            reviews.answer(name, ids[given["item"]], given["value"], given["reason"])
         return PlainTextResponse("saved")
 
     def refused(_: Request, error: Exception) -> Response:

@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any
 
 from pipelines.cli.extras import PACKAGE, check_needs, remedy
-from rlhf_core.errors import RlhfError, nearest
+from rlhf_core.errors import DiskFullError, RlhfError, nearest
 from rlhf_core.processes.large_imports import skip_last_collections
 from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.stage.stopping import RunBlocked, RunOverBudget, StageWaiting, leave_lost_terminal, terminations
@@ -29,15 +29,15 @@ EXIT_BLOCKED = 77
 EXIT_OVER_BUDGET = 69
 """A run has spent its budget; EX_UNAVAILABLE of sysexits.h."""
 EXIT_UNWRITTEN = 74
-"""Standard output could not be written, as on a full disk; EX_IOERR of sysexits.h."""
+"""A disk is full, or standard output could not be written; EX_IOERR of sysexits.h."""
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 EXIT_PIPE = 141  # 128 + SIGPIPE: what read the output has ended, as `head` does
 
 DESCRIPTION = """Train language models from human feedback as cached, resumable stages. A profile (a TOML file) holds all
 settings of a pipeline; `--set KEY=VALUE` changes one of them."""
 EPILOG = """`rlhf COMMAND --help` describes a command, `rlhf --version` prints the version. Exit status: 0 success,
-1 a difference (`reproduce`) or a failure (`sweep`, `status`, `doctor`), 2 invalid input, 69 budget spent, 74 output not
-written, 75 waiting for a person, 77 blocked by a gate, 130 interrupted, 141 reader of a pipe has ended."""
+1 a difference (`reproduce`) or a failure (`sweep`, `status`, `doctor`), 2 invalid input, 69 budget spent, 74 disk full
+or output not written, 75 waiting for a person, 77 blocked by a gate, 130 interrupted, 141 reader of a pipe has ended."""
 EXAMPLES = """examples:
   rlhf init my_desk              a folder with a profile, a reward, rows and a README
   rlhf plan tiny/full            which stages would run, and why
@@ -68,10 +68,11 @@ VERBS = {
     "down": "pipelines.cli.serve_verb:down",
     "status": "pipelines.cli.serve_verb:status",
     "run": "pipelines.cli.run_command:run",
-    "sweep": "pipelines.cli.sweep_verb:sweep",
+    "sweep": "rlhf_contrib.sweep.verb:sweep",
     "data": "pipelines.cli.data_verb:data",
     "try-reward": "pipelines.cli.try_reward:try_reward",
     "plan": "pipelines.cli.plan_verbs:plan",
+    "plan --estimate": "rlhf_contrib.planner.verb:estimate",
     "explain": "pipelines.cli.plan_verbs:explain_stage",
     "show": "pipelines.cli.show_verb:show",
     "diff": "pipelines.cli.diff_verb:diff",
@@ -88,14 +89,17 @@ VERBS = {
     "serve": "pipelines.cli.serve_verb:serve",
     "serve-reward": "pipelines.cli.serve_reward:serve_reward",
     "doctor": "pipelines.cli.doctor:doctor",
-    "import-openrlhf": "pipelines.cli.import_openrlhf:import_openrlhf",
+    "import-openrlhf": "rlhf_contrib.openrlhf.verb:import_openrlhf",
     "scaffold": "pipelines.cli.scaffold_verb:scaffold",
     "usage": "pipelines.cli.accounts:usage",
     "audit": "pipelines.cli.accounts:show_audit",
     "store": "pipelines.cli.store_verbs:store",
     "store ls": "pipelines.cli.store_lists:store_ls",
 }
-"""Command -> its function, which takes the parsed options. Only the module of the command is imported."""
+"""Command -> its function, which takes the parsed options. Only the module of the command is imported.
+
+This table is the only place where the core names `rlhf_contrib`.
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -110,8 +114,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _leave_output()
         return EXIT_PIPE
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO) or not _output_fails():
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
             raise
+        if not _output_fails():
+            if error.errno == errno.EIO:
+                raise
+            place = error.filename or "a file"
+            sys.stderr.write(f"{place}: {error.strerror}; free space, and run the same command again\n")
+            return EXIT_UNWRITTEN
         _leave_output()
         sys.stderr.write(f"standard output: {error.strerror}; write to another place, and run the command again\n")
         return EXIT_UNWRITTEN
@@ -132,7 +142,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         return int(_verb(options)(options) or 0)
     except RlhfError as error:
         sys.stderr.write(f"{without_secrets(str(error))}\n")
-        return EXIT_REFUSED
+        return EXIT_UNWRITTEN if isinstance(error, DiskFullError) else EXIT_REFUSED
     except ModuleNotFoundError as error:
         install = remedy(error.name or "")
         if not install:
@@ -284,7 +294,8 @@ def _parser() -> argparse.ArgumentParser:
     up.add_argument("--foreground", action="store_true", help="stay in the foreground and supervise until Ctrl-C")
     _deploy_verb(command("deploy", "Make a deployment of a profile: a form of four fields on Prefect's page."))
     _worker_verb(command("worker", "Run what is scheduled in a work pool of Prefect, until it is stopped."))
-    command("down", "Stop the services that `rlhf up` started.")
+    down = command("down", "Stop the services that `rlhf up` started.")
+    down.add_argument("--yes", action="store_true", help="do not ask if runs are in progress")
     status = command("status", "Show the services and their addresses; exit with 1 if one does not respond.")
     _scaffold_verb(command("scaffold", "Write the files with which a place runs profiles: Slurm, Kubernetes, ..."))
     _run_verb(command("run", "Run a pipeline on this machine; finished stages are reused."))
@@ -589,7 +600,13 @@ def _set_option(parser: argparse.ArgumentParser, text: str) -> None:
 
 def _verb(options: argparse.Namespace) -> Callable[[argparse.Namespace], int | None]:
     """Import the module of a command and return its function; the late import keeps `rlhf --help` fast."""
-    name = options.verb if options.verb != "store" or options.store_verb != "ls" else "store ls"
+    match vars(options):
+        case {"verb": "store", "store_verb": "ls"}:
+            name = "store ls"
+        case {"verb": "plan", "estimate": True}:
+            name = "plan --estimate"
+        case _:
+            name = options.verb
     module, function = VERBS[name].split(":")
     found: Callable[[argparse.Namespace], int | None] = getattr(importlib.import_module(module), function)
     return found

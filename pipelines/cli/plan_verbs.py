@@ -1,15 +1,15 @@
 """Print the decisions of a run and their reasons (`rlhf plan`, `rlhf explain`)."""
 
 import argparse
-import importlib
 import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from pipelines.cli.common import console, key_metric, print_json, print_line
+from pipelines.cli.common import console, print_json, print_line, print_wrapped
 from pipelines.cli.display import print_decisions
 from pipelines.execution.executor import RunOptions
+from pipelines.execution.key_metric import key_metric
 from pipelines.execution.opening import plan_run, store_of
 from pipelines.execution.plan import DIGITS, PENDING, PlannedStage, check_labels, outlook, version_lines
 from pipelines.flows.full import lifecycle
@@ -32,10 +32,7 @@ MOST_NOTES = 3
 
 def plan(options: argparse.Namespace) -> None:
     """Print the decision for every stage, how many stages run, and how long they took last time."""
-    config, store, planned = _plan(options)
-    if options.estimate:
-        importlib.import_module("pipelines.cli.estimate_verb").estimate(options, config, store, planned)
-        return
+    config, store, planned = planned_stages(options)
     found = outlook(planned, store)
     notes: dict[str, list[str]] = {}
     for stage in planned:
@@ -44,23 +41,23 @@ def plan(options: argparse.Namespace) -> None:
     if options.json:
         stages = [_decision(stage) | {"seconds": found.seconds.get(stage.label)} for stage in planned]
         counts = {"hits": found.hits, "to_run": len(found.seconds), "blocked": found.blocked, "seconds": found.total}
-        graph = {step.name: {"stage": step.stage, "inputs": step.reads()} for step in config.steps()}
+        graph = {step.label: {"stage": step.stage, "inputs": step.reads()} for step in config.steps()}
         print_json(
             {"profile": options.profile, "store": str(store.root), "graph": graph, "stages": stages, "notes": notes}
             | counts
         )
         return
-    for line in drawn(config.steps()) if config.recipe else ():
+    for line in drawn(config.steps()) if config.recipe or config.rounds else ():
         print_line(console, line)
     print_decisions([(stage.label, stage.decision) for stage in planned], console)
     for line, labels in notes.items():
-        print_line(console, f"{', '.join(labels)}: {line}")
-    print_line(console, str(found))
+        print_wrapped(console, f"{', '.join(labels)}: {line}")
+    print_wrapped(console, str(found))
 
 
 def explain_stage(options: argparse.Namespace) -> None:
     """Print the decision for one stage with what it rests on, in 15 lines, and the next command."""
-    _, store, planned = _plan(options)
+    _, store, planned = planned_stages(options)
     check_labels(planned, {"explain": [options.stage]})
     stage = next(stage for stage in planned if stage.label == options.stage)
     record = store.record(stage.decision.key) if stage.decision.key else None
@@ -77,14 +74,14 @@ def explain_stage(options: argparse.Namespace) -> None:
     shown = None if options.all else MOST_NOTES
     facts = [*_facts(store, stage, record), *_shortened(versions, shown), *_shortened(notes, shown)]
     for line in (f"{stage.label}: {stage.decision.action}: {stage.decision.reason}", *facts):
-        print_line(console, line)
+        print_wrapped(console, line)
     for table in whole.values() if options.all else ():
         if table:
             console.print_json(json.dumps(table, default=str))
     print_line(console, f"next: {following}")
 
 
-def _plan(options: argparse.Namespace) -> tuple[PipelineConfig, ArtifactStore, list[PlannedStage]]:
+def planned_stages(options: argparse.Namespace) -> tuple[PipelineConfig, ArtifactStore, list[PlannedStage]]:
     config = load_profile(options.profile, options.overrides)
     wanted = RunOptions(until=options.until, force=tuple(options.force), strict=_strictness(options))
     store = store_of(config, Home.here())
@@ -111,7 +108,7 @@ def _facts(store: ArtifactStore, stage: PlannedStage, record: KeyRecord | None) 
     made = record or last_record(store, stage.spec)
     if made is not None:
         metric = key_metric(made.metrics)
-        said = "artifact" if record else f"last result, of {made.started[:16].replace('T', ' ')} UTC"
+        said = "artifact" if record else f"last result, of {made.made}"
         measured = f", {metric}" if metric else ""
         tries = f"{made.attempts} attempt{'s' * (made.attempts != 1)}"
         yield f"{said}: {made.handle.digest[:DIGITS]}{measured}, {made.seconds:.1f} s in {tries}"
@@ -119,6 +116,7 @@ def _facts(store: ArtifactStore, stage: PlannedStage, record: KeyRecord | None) 
 
 
 def _shown_input(value: Any) -> str:
+    """The digest of an input, or the stage that will make it; of several inputs, each with its name."""
     if isinstance(value, Mapping):
         return f"({', '.join(f'{name} {_shown_input(ref)}' for name, ref in value.items())})"
     if isinstance(value, tuple):

@@ -31,7 +31,9 @@ from pipelines.execution.run import PipelineRun, policies_of
 from pipelines.execution.summary import run_name
 from pipelines.flows.full import lifecycle
 from pipelines.flows.profile import PipelineConfig, load_profile
+from pipelines.services.handover import kept_prefect
 from pipelines.services.home import Home
+from pipelines.services.links import with_addresses
 from pipelines.services.run_notes import COMPLETED, whereabouts
 from pipelines.services.running import ServiceError, proven, running, wait_for
 from pipelines.services.servers import SERVER_TIMEOUT_S, PrivateServer, private_server
@@ -46,7 +48,7 @@ from rlhf_core.types import ArtifactRef, ReportRef
 
 logger = logging.getLogger(__name__)
 
-OUR_LOGGERS = ("pipelines", "stages", "rlhf_core")
+OUR_LOGGERS = ("pipelines", "stages", "rlhf_core", "rlhf_contrib")
 
 
 WAIT_LOOK_S = 10.0
@@ -80,8 +82,8 @@ def run_profile(options: argparse.Namespace, console: Console) -> None:
     """Run a profile and print its results; raise RlhfError for errors that the user can fix."""
     home = Home.here().make()
     store, results, _, done = shown_run(options, home, console)
-    _print_results(results, store, done, console)
     _print_links(home, {} if done is None else done.links, console)
+    _print_results(results, store, done, console)
 
 
 def shown_run(
@@ -164,12 +166,12 @@ def prefect_server(home: Home) -> Iterator[PrivateServer | None]:
         yield None
         return
     if services is not None:
-        if not wait_for(lambda: proven(services.health["prefect"], home.prefect_auth_string), SERVER_TIMEOUT_S):
-            raise ServiceError(
-                f"{services.prefect_url}: does not answer; read the logs in {home.logs}, or stop the services with `rlhf down`"
-            )
-        os.environ.update(services.environment(home))
-        yield None
+        auth = home.prefect_auth_string
+        with kept_prefect(home, services):
+            if not wait_for(lambda: proven(services.health["prefect"], auth), SERVER_TIMEOUT_S):
+                rule, remedy = "does not answer", f"read the logs in {home.logs}, or stop the services with `rlhf down`"
+                raise ServiceError(f"{services.prefect_url}: {rule}; {remedy}")
+            yield None
         return
     with private_server(home) as server:
         os.environ.update(server.environment)
@@ -182,22 +184,24 @@ def _print_results(
     report = results.get("evaluate")
     if isinstance(report, ReportRef):
         folder = store.path(report)
-        console.print(results_tables(json.loads((folder / "report.json").read_text(encoding="utf-8"))))
         kept = None if done is None or done.note is None else done.note.page  # with the run's name, seed and links
         shown_page = folder / "report.html" if kept is None or not kept.is_file() else kept
         console.print(f"report: {shown_page}", highlight=False, soft_wrap=True)
+        table = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+        console.print(results_tables(table, console.width))
 
 
 def _print_links(home: Home, links: Mapping[str, str], console: Console) -> None:
     services = running(home)
     theirs = user_prefect(home)
     if theirs and (services is None or services.prefect_api != theirs):
-        console.print(f"Prefect {shown(theirs).removesuffix('/api')}", highlight=False)
+        console.print(f"Prefect {shown(theirs).removesuffix('/api')}", highlight=False, soft_wrap=True)
     elif services is None:
-        console.print("to see runs in a browser (Prefect and MLflow): make up, or rlhf up", highlight=False)
+        console.print("to see runs in a browser: `rlhf up` starts Prefect and MLflow", highlight=False)
     else:
         pages = ("prefect.url", services.prefect_url), ("mlflow.url", services.mlflow_page)
-        prefect, mlflow = (links[link] if link in links else page for link, page in pages)
+        # They may have other addresses than when the run began.
+        prefect, mlflow = (with_addresses(links[link], services) if link in links else page for link, page in pages)
         console.print(f"Prefect {prefect}\nMLflow  {mlflow}", highlight=False, soft_wrap=True)
 
 

@@ -34,7 +34,10 @@ PLACES: Mapping[str, Place] = {
     ),
     "slurm": Place(("rlhf.sbatch",), "sbatch --nodes 2 FOLDER/rlhf.sbatch tiny/full"),
     "kubernetes": Place(
-        ("raycluster.yaml", "rayjob.yaml", "kustomization.yaml", "rlhf.env", "prefect-job-template.json"),
+        (
+            *("raycluster.yaml", "rayjob.yaml", "rdma-raycluster.yaml", "rdma-rayjob.yaml"),
+            *("kustomization.yaml", "rlhf.env", "prefect-job-template.json"),
+        ),
         "fill in rlhf.env and the image in kustomization.yaml, then: kubectl apply -k FOLDER",
     ),
     "server": Place(

@@ -14,9 +14,9 @@ from pipelines.cli.common import console, print_line, store_folder
 from pipelines.cli.serve_verb import find_model
 from pipelines.cli.try_reward import check_timeout, read_arguments
 from pipelines.services.home import Home
-from rlhf_core.config.engines import HFSamplerConfig, RuntimeConfig
+from rlhf_core.config.runtime import HFSamplerConfig, RuntimeConfig
 from rlhf_core.data.chat import ChatTemplate
-from rlhf_core.data.chat import encode as encode_text
+from rlhf_core.data.pieces import encode as encode_text
 from rlhf_core.errors import ConfigError
 from rlhf_core.http.serving import limited
 from rlhf_core.interfaces import ModelSpec

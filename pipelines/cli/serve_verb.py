@@ -26,7 +26,7 @@ from pipelines.services.policy_server import (
     token_of,
     wait_for_end,
 )
-from pipelines.services.run_notes import RunRecord, runs_with, whereabouts
+from pipelines.services.run_notes import RUNNING, RunRecord, run_records, runs_with, whereabouts
 from pipelines.services.running import LAST_PORT, Services, running
 from pipelines.services.user_servers import tracking_uri, user_prefect
 from rlhf_core.errors import ConfigError, nearest
@@ -46,20 +46,29 @@ def up(options: argparse.Namespace) -> None:
     home = Home.here()
     console.print(f"starting the services (logs in {home.logs}) ...", style="dim", highlight=False)
     found = servers.up(home, foreground=options.foreground)
-    console.print(f"Prefect          {_prefect_page(home, found)}", highlight=False, soft_wrap=True)
-    console.print(f"MLflow           {found.mlflow_page}", highlight=False, soft_wrap=True)
-    command = "prefect deployment run rlhf-pipeline/full --watch"
+    lines = [f"Prefect  {_prefect_page(home, found)}", f"MLflow   {found.mlflow_page}"]
     if not found.prefect_api:
         file = shlex.quote(str(_short(home.prefect_auth)))
-        settings = f"PREFECT_API_URL={found.prefect_url}/api PREFECT_API_AUTH_STRING=$(cat {file})"
-        console.print(f"in your shell:   export {settings}", highlight=False, soft_wrap=True)
-    console.print(f"trigger a run:   {command}", highlight=False)
-    console.print("stop:            rlhf down")
+        lines += ["in your shell:", f"  export PREFECT_API_URL={found.prefect_url}/api"]
+        lines += [f"  export PREFECT_API_AUTH_STRING=$(cat {file})"]
+    lines += ["start a run:  prefect deployment run rlhf-pipeline/full --watch", "stop:         rlhf down"]
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def down(options: argparse.Namespace) -> None:
-    """Stop the services."""
-    console.print("stopped" if servers.down(Home.here()) else "nothing was running")
+    """Stop the services. If runs are in progress, list them, and on a terminal ask first."""
+    home = Home.here()
+    active = [one for one in run_records(home) if one.state == RUNNING] if running(home) is not None else []
+    for one in active:
+        # A run of a deployment, which has no profile in its record, is a process of the services.
+        effect = "continues without the services" if one.profile else "saves and stops; continue it with `rlhf resume`"
+        print_line(console, f"in progress: {one.name}, {effect}")
+    if active and not options.yes and sys.stdin.isatty():
+        console.print("stop the services? [y/N] ", end="", markup=False)
+        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+            return
+    console.print("stopped" if servers.down(home) else "nothing was running")
 
 
 def status(options: argparse.Namespace) -> int:
@@ -228,7 +237,7 @@ def find_model(kind: type[M], name: str, profile: str, store: ArtifactStore, hom
     if runs:
         digest, origin = runs[0].policies[name], _origin(name, runs)
     elif made is not None:  # by a run that another folder, or an earlier version, has recorded
-        digest, origin = made.handle.digest, f", made {made.started[:16].replace('T', ' ')} UTC"
+        digest, origin = made.handle.digest, f", made {made.made}"
     ref = find_artifact(store, kind, digest or name, given=name)
     return ref, f"{name}: {ref.digest[:DIGITS]}{origin}"
 

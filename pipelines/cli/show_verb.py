@@ -14,7 +14,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from pipelines.cli.common import console, metric_rank, print_line, short, store_folder
+from pipelines.cli.common import console, print_line, short, store_folder
+from pipelines.execution.key_metric import metric_rank
 from pipelines.execution.plan import DIGITS
 from pipelines.execution.summary import stage_measures
 from pipelines.flows.inputs import find_artifact, parts
@@ -112,8 +113,7 @@ def _heading(ref: ArtifactRef, record: KeyRecord | None, folder: Path) -> Iterat
         yield f"{kind} {ref.digest[:DIGITS]}, which no stage of this store made"
     else:
         part = next((f".{name}" for name, value in record.handle if value == ref), "")
-        made = record.started[:16].replace("T", " ")
-        yield f"{record.label}{part}: {kind} {ref.digest[:DIGITS]}, {made} UTC, {_made_by(record)}"
+        yield f"{record.label}{part}: {kind} {ref.digest[:DIGITS]}, {record.made}, {_made_by(record)}"
     yield f"in: {folder}"
 
 

@@ -6,14 +6,15 @@ fast.
 """
 
 import argparse
-import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 
 from rich.console import Console
 
-from pipelines.cli.common import console, key_metric, plain, print_json, print_line, short, store_folder
+from pipelines.cli.common import console, plain, print_json, print_line, short, store_folder
+from pipelines.execution.key_metric import key_metric
 from pipelines.services.home import Home
 from pipelines.services.run_notes import run_records
 from rlhf_core.store import index
@@ -26,7 +27,7 @@ MOST_ASIDE = 10
 
 
 def runs(options: argparse.Namespace) -> None:
-    """Print the runs of this state folder, newest first, with the command that goes on with each."""
+    """Print the runs of this state folder, newest first, with the command that continues each."""
     home = Home.here()
     found = run_records(home)
     if options.store or options.profile:
@@ -41,19 +42,27 @@ def runs(options: argparse.Namespace) -> None:
     if not found:
         print_line(console, f"no run is recorded in {home.root}: start one with `rlhf run tiny/full`")
         return
-    now = time.time()
     cells = [
         (
             one.state,
             short(one.name, LONGEST_NAME),
-            _age(now - one.began),
-            f"{one.seconds:.1f}",
+            f"{_moment(one.began)}, {one.seconds:.1f} s",
             short(one.headline or one.message, LONGEST_RESULT),
-            one.following,
         )
         for one in found
     ]
-    print_columns(("state", "run", "age", "seconds", "result", "next"), cells, console)
+    heading = ("state", "run", "began (UTC)", "result")
+    if not console.is_terminal:
+        continued = [(*row, one.following) for row, one in zip(cells, found, strict=True)]
+        print_columns((*heading, "next"), continued, console)
+        return
+    lines = [
+        line if len(line) <= console.width else f"{line[: console.width - 3]}..." for line in columns(heading, cells)
+    ]
+    for line, following in zip(lines, ["", *(one.following for one in found)], strict=True):
+        print_line(console, line)
+        if following:
+            print_line(console, f"  next: {following}")
 
 
 def store_ls(options: argparse.Namespace) -> None:
@@ -99,23 +108,25 @@ def print_quarantine(layout: StoreLayout, console: Console) -> None:
         print_line(console, f"and {len(found) - MOST_ASIDE} more in {layout.quarantine}")
 
 
-def _age(seconds: float) -> str:
-    """Return the age of a run.
+def _moment(seconds: float) -> str:
+    """A time of today without its date, in UTC.
 
-    >>> [_age(seconds) for seconds in (40, 4000, 100000, 900000)]
-    ['0 min', '66 min', '27 h', '10 days']
+    >>> _moment(1764347820.0)
+    '2025-11-28 16:37'
     """
-    for unit, size in (("days", 172800.0), ("h", 7200.0)):
-        if seconds >= size:
-            return f"{seconds // (86400 if unit == 'days' else 3600):.0f} {unit}"
-    return f"{seconds // 60:.0f} min"
+    then, now = datetime.fromtimestamp(seconds, UTC), datetime.now(UTC)
+    return f"{then:%H:%M}" if then.date() == now.date() else f"{then:%Y-%m-%d %H:%M}"
+
+
+def columns(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table."""
+    widths = [max(map(len, column)) for column in zip(heading, *rows, strict=True)]
+    return [" ".join(map(str.ljust, row, widths)).rstrip() for row in (heading, *rows)]
 
 
 def print_columns(heading: Sequence[str], rows: Sequence[Sequence[str]], console: Console) -> None:
     """Print a table as plain lines."""
-    widths = [max(map(len, column)) for column in zip(heading, *rows, strict=True)]
-    lines = (" ".join(map(str.ljust, row, widths)).rstrip() for row in (heading, *rows))
-    console.file.write("".join(f"{plain(line, also='')}\n" for line in lines))
+    console.file.write("".join(f"{plain(line, also='')}\n" for line in columns(heading, rows)))
 
 
 def is_empty(layout: StoreLayout, console: Console) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipelines.flows.run_rules import BudgetConfig
-from rlhf_core.config.engines import RuntimeConfig
+from rlhf_core.config.runtime import RuntimeConfig
 from rlhf_core.errors import ConfigError, readable
 from rlhf_core.stage import stopping
 from rlhf_core.stage.key import StageSpec

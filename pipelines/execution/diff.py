@@ -17,10 +17,9 @@ from rlhf_core.config.former_names import present_name
 from rlhf_core.data.shards import read_generations
 from rlhf_core.errors import ArtifactError, ConfigError, nearest
 from rlhf_core.evaluation.lineage import handles, lineage
-from rlhf_core.stage.decision import changed_modules, differences
+from rlhf_core.stage.decision import changed_modules, differences, stage_code
 from rlhf_core.stage.key import key_payload
 from rlhf_core.store.artifacts import ArtifactStore
-from rlhf_core.store.fingerprint import module_digests
 from rlhf_core.store.records import KeyRecord, other_versions
 from rlhf_core.tracking.pipeline_runs import find_run
 from rlhf_core.tracking.redaction import flatten
@@ -130,7 +129,7 @@ def of_record(record: KeyRecord) -> StageSide:
 def of_planned(stage: PlannedStage, store: ArtifactStore) -> StageSide:
     """Return a stage of a profile, from its record if it has run and from its configuration if not."""
     record = store.record(stage.decision.key) if stage.decision.action == "HIT" else None
-    code = module_digests(stage.spec.module) if record is None else record.code
+    code = stage_code(stage.spec) if record is None else record.code
     return StageSide(key_payload(stage.spec), code, record)
 
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from pipelines.flows.checks import REGISTERED, STORED
 from pipelines.flows.graph import FindOutside
 from pipelines.flows.inputs import Opponents, find_artifact, parts
 from pipelines.flows.profile import PipelineConfig
-from pipelines.flows.recipe import REGISTERED, STORED
 from pipelines.flows.run_rules import OPPOSITE, GateConfig
 from pipelines.services.home import Home
 from pipelines.services.user_servers import tracking_uri

@@ -26,7 +26,7 @@ from rlhf_core.tracking.memory import MemoryTracker
 
 logger = logging.getLogger(__name__)
 
-OUR_LOGGERS = ("pipelines", "stages", "rlhf_core")
+OUR_LOGGERS = ("pipelines", "stages", "rlhf_core", "rlhf_contrib")
 EXIT = {"done": 0, "failed": 1, "waiting": 75, "stopped": 130}
 
 

@@ -20,8 +20,9 @@ from pipelines.execution.executor import (
 )
 from pipelines.execution.plan import PlannedStage, engines_needed
 from rlhf_core.config.annotators import People
-from rlhf_core.config.engines import OptimizerConfig, RuntimeConfig
-from rlhf_core.interfaces import ModelSpec, P, Role, Runtime, Sampler, StageTracker, T, Trainer
+from rlhf_core.config.engines import OptimizerConfig
+from rlhf_core.config.runtime import RuntimeConfig
+from rlhf_core.interfaces import ModelSpec, Role, Runtime, Sampler, StageTracker, T, Trainer
 from rlhf_core.runtime.cluster import check_address, named_address
 from rlhf_core.runtime.local_runtime import open_runtime
 from rlhf_core.schema import secrets
@@ -57,9 +58,6 @@ class LazyRuntime:
 
     def together(self, *work: Callable[[], T]) -> list[T]:
         return self._open().together(*work)
-
-    def apart(self, function: Callable[P, T], /, *arguments: P.args, **keywords: P.kwargs) -> T:
-        return self._open().apart(function, *arguments, **keywords)
 
     def prewarm(self, *, trainer: bool, sampler: bool) -> None:
         """Open the runtime and start its workers now."""

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pipelines.execution.executor import Listener, RunContext, RunOptions, Tracker
 from pipelines.execution.local import LazyRuntime, LocalExecutor
 from pipelines.execution.plan import Pipeline, PlannedStage, plan
+from pipelines.execution.progress_lines import LoggedLines
 from pipelines.execution.ray_job import RayJobExecutor
 from pipelines.execution.run import PipelineRun, still_forced
 from pipelines.execution.summary import shown_overrides
@@ -70,7 +71,8 @@ def open_run(
         planned = plan_run(config, pipeline, options, store=store)
     for stage in planned:
         listener.planned(stage.label, stage.decision)
-    executor = open_executor(RunContext(config, options, store, tracker, listener), runtime)
+    # Prefect's log of the run has what a terminal would show.
+    executor = open_executor(RunContext(config, options, store, tracker, LoggedLines(listener)), runtime)
     try:
         executor.prepare(planned)
         yield PipelineRun(executor.context, executor, planned, note=note_of(config, options, home))
@@ -113,6 +115,7 @@ def open_tracker(config: PipelineConfig, home: Home, *, join: str = "") -> Track
         join=join,
         store=store_of(config, home).root,
         further=FurtherTrackers(config.track.also, home.root / "trackers" / config.name, config.name),
+        locate=lambda: tracking_uri(home),
     )
     return tracker
 

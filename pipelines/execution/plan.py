@@ -12,8 +12,8 @@ from pipelines.execution.budget import check_comparisons
 from pipelines.execution.gates import Gatekeeper, champion_of, outside_of, prompts_of
 from pipelines.flows.full import lifecycle
 from pipelines.flows.graph import Stages
+from pipelines.flows.nodes import PARTS
 from pipelines.flows.profile import PipelineConfig
-from pipelines.flows.recipe import PARTS
 from rlhf_core.config.monitors import is_named, remedy_of
 from rlhf_core.errors import ConfigError, nearest
 from rlhf_core.stage.decision import Decision, decide, last_record
@@ -70,7 +70,7 @@ def plan(
     gates = Gatekeeper(config.gates, store, config.name)
     planner = Planner(store, config.name, until=until, force=frozenset(force), strict=strict, gates=gates)
     champion = champion_of(config, store)
-    with store.snapshot(), remembered_code(store.layout), suppress(ReachedUntil):
+    with store.snapshot(), remembered_code(), suppress(ReachedUntil):
         pipeline(
             config,
             Stages(
@@ -97,6 +97,8 @@ class Outlook:
     blocked: int
     seconds: Mapping[str, float | None]
     """Label of each stage that will run -> seconds of its last result in this pipeline; None without one."""
+    newest: str = ""
+    """When the newest of the hits was made."""
 
     @property
     def total(self) -> float | None:
@@ -109,6 +111,8 @@ class Outlook:
             f"{self.blocked} blocked"
         ] * bool(self.blocked)
         untimed = sum(seconds is None for seconds in self.seconds.values())
+        if self.newest and not self.seconds and not self.blocked:
+            return f"{counts[0]}, the newest made {self.newest}"
         if self.seconds and self.total is None:
             counts.append("no estimate: the store has no earlier result of them")
         elif self.seconds:
@@ -120,12 +124,14 @@ class Outlook:
 def outlook(stages: Sequence[PlannedStage], store: ArtifactStore) -> Outlook:
     """Return the outlook of a plan, from the records of the same stages in the store."""
     actions = [stage.decision.action for stage in stages]
-    seconds = {}
+    seconds, dates = {}, []
     for stage in stages:
+        if stage.decision.action == "HIT" and (found := store.record(stage.decision.key)) is not None:
+            dates.append(found.made)
         if stage.decision.action not in ("HIT", "BLOCKED"):
             record = last_record(store, stage.spec)
             seconds[stage.label] = None if record is None else record.seconds
-    return Outlook(actions.count("HIT"), actions.count("BLOCKED"), seconds)
+    return Outlook(actions.count("HIT"), actions.count("BLOCKED"), seconds, max(dates, default=""))
 
 
 def duration(seconds: float) -> str:

@@ -30,7 +30,7 @@ from pipelines.flows.run_rules import BudgetConfig
 from pipelines.services.home import OWN, Home, quiet_environment
 from pipelines.services.user_servers import REGISTRY, tracking_uri
 from rlhf_core.errors import ArtifactError, ConfigError, RlhfError, TrainingError, WorkerLostError, explain
-from rlhf_core.runtime.cluster import threads_per_worker, worker_environment
+from rlhf_core.runtime.cluster import available_cores, threads_per_worker, worker_environment
 from rlhf_core.runtime.jobs import Job, Jobs, JobServerError, open_jobs
 from rlhf_core.schema.base import Config
 from rlhf_core.secrets.redaction import without_secrets
@@ -444,7 +444,7 @@ def _command(folder: Path) -> str:
 def _environment(context: RunContext) -> dict[str, str]:
     home = Home.here()
     quiet = {name: value for name, value in quiet_environment(home).items() if not name.startswith(("PREFECT", OWN))}
-    worker = worker_environment(threads=threads_per_worker(context.config.runtime, workers=1))
+    worker = worker_environment(threads=threads_per_worker(context.config.runtime, cores=available_cores()))
     del worker["HF_HUB_OFFLINE"]  # the stage itself may download a model, as it may in the flow
     inherited = {name: os.environ[name] for name in INHERITED if name in os.environ}
     tracking = (
@@ -452,10 +452,7 @@ def _environment(context: RunContext) -> dict[str, str]:
     )
     if tracking and os.environ.get(REGISTRY):
         tracking[REGISTRY] = _address(REGISTRY, os.environ[REGISTRY])
-    ray = {
-        "RAY_JOB_STOP_WAIT_TIME_S": str(int(stopping.grace_s()) + STOP_MARGIN_S),
-        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",
-    }
+    ray = {"RAY_JOB_STOP_WAIT_TIME_S": str(int(stopping.grace_s()) + STOP_MARGIN_S)}
     return quiet | worker | inherited | tracking | ray
 
 

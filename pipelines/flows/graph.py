@@ -1,6 +1,5 @@
 """Run declared stages. A pipeline is a function over `Stages`, which both runs and plans call."""
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +12,9 @@ from pipelines.flows.trial import try_custom_functions
 from pipelines.services.home import Home
 from pipelines.services.user_servers import registry
 from rlhf_core.config.agents import AgentConfig, AgentsBySource, EpisodeLimits
-from rlhf_core.config.engines import RuntimeConfig, check_lora_sync
+from rlhf_core.config.engines import check_lora_sync, check_quantized
 from rlhf_core.config.rewards import RewardsConfig
+from rlhf_core.config.runtime import RuntimeConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.rewards.model import check_reward_models
 from rlhf_core.schema.base import Config, keyed
@@ -23,7 +23,7 @@ from rlhf_core.store.fingerprint import hash_file
 from rlhf_core.types import ArtifactRef, Prompt, PromptsRef
 from rlhf_core.user_code.dependencies import user_code_digest
 from stages.config.publish import GateNote
-from stages.table import Input, Stage
+from stages.declaration import Input, Stage
 
 P = ParamSpec("P")
 R = TypeVar("R", bound=ArtifactRef)
@@ -80,8 +80,8 @@ class Stages:
     decisions: Callable[[], tuple[GateNote, ...]] = tuple
     """Returns the verdicts of the gates so far, for the model card."""
     group: RunGroup = ungrouped
-    recipe: frozenset[str] = frozenset()
-    """Names of the steps that the profile configures in tables `[recipe.NAME]`."""
+    path: str = ""
+    """Key of the table that configures the next stage, for errors; if empty, the label has it."""
     outside: FindOutside = nothing_outside
     prompts: Callable[[PromptsRef], Sequence[Prompt]] = no_prompts
     """Returns prompts that are there already, and none of an artifact that is yet to be made."""
@@ -100,9 +100,7 @@ class Stages:
         """Run a stage as `run` does, where the type of its artifact depends on the configuration or the inputs."""
         (config,) = args
         assert isinstance(config, Config)
-        path = re.sub(r"\.round_\d+", "", label.replace("/", "."))  # as the profile has it
-        if label.partition("/")[0] in self.recipe:
-            path = f"recipe.{path}"
+        path = self.path or label.replace("/", ".")
         inputs = inputs_of(stage, config, cast(dict[str, GivenInput], given))
         files = {} if stage.files is None else dict(stage.files(config))
         self._check_reward_models(path, config, inputs)
@@ -141,7 +139,8 @@ class Stages:
                 raise ConfigError(f"{path}.{key}.{str(error).removeprefix('rewards.')}") from None
 
     def _check_lora(self, path: str, stage: Stage[..., Any], config: Any) -> None:
-        """Raise ConfigError for adapters of a sampled policy that the sampler cannot be sent alone, as it is to be."""
+        """Raise ConfigError for adapters that cannot be trained, or that cannot be sent alone to a sampler that needs that."""
+        check_quantized(getattr(config, "lora", None), self.runtime.of("policy").trainer, key=f"{path}.lora")
         samples = "sampler" in stage.engines and getattr(config, "on_policy", True)
         if not samples or not hasattr(config, "lora") or not self.runtime.sampler.needs().adapters:
             return

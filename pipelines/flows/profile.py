@@ -22,10 +22,11 @@ from typing import Annotated, Any, TypeGuard, get_origin
 
 from pydantic import ValidationError, model_validator
 
+from pipelines.flows.nodes import Node
 from pipelines.flows.profile_errors import check_removal, fields_of, first_error, models_at, shown_value
 from pipelines.flows.profile_paths import relative_to_profile
 from pipelines.flows.prompt_sources import check_measured_sources, check_step_sources
-from pipelines.flows.recipe import GraphConfig, Step
+from pipelines.flows.recipe import GraphConfig
 from pipelines.flows.run_rules import (
     BudgetConfig,
     DeploymentsConfig,
@@ -133,7 +134,7 @@ class PipelineConfig(GraphConfig):
             )
         return self
 
-    def _check_windows(self, step: Step) -> None:
+    def _check_windows(self, step: Node) -> None:
         """Raise ValueError for windows of documents of which none is longer than one window."""
         config, longest = step.config, self.prepare_data.max_tokens
         reads_data = isinstance(config, SFTConfig) and step.inputs["demonstrations"] == "demonstrations"
@@ -219,7 +220,7 @@ class PipelineConfig(GraphConfig):
         """Return the policy that is published: the one that the profile names, or the last that no other is made from."""
         if self.publish is not None and self.publish.policy:
             return self.publish.policy
-        makers = [step for step in self.steps() if step.output is PolicyRef] if self.recipe else []
+        makers = [step for step in self.steps() if step.output is PolicyRef] if self.recipe or self.rounds else []
         read = {name for step in makers for names in step.reads().values() for name in names}
         return ([name for name in self.policies() if name not in read] or self.policies())[-1]
 

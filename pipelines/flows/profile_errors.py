@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -56,7 +56,7 @@ def first_error(error: ValidationError, tree: Mapping[str, Any], model: type[Bas
         tag, others = _types_with(keys, model)
         if others and len(location) > len(keys):  # pydantic puts the chosen type between table and key
             return _key_of_another_type(keys, location[-2], first["input"], others, tag)
-        near = _nearest(keys, model)
+        near = _nearest(keys, model, tree)
         remedy = f"did you mean {near}?" if near not in ("", dotted) else "remove it"
         return f"{dotted} = {shown_value(keys[-1], first['input'])}: unknown key; {remedy}"
     if first["type"] in ("union_tag_invalid", "union_tag_not_found"):
@@ -116,7 +116,7 @@ def check_removal(keys: Sequence[str], table: Mapping[Any, Any], model: type[Bas
     if any(_is_name(keys, name) for name in _names(model)):
         return
     near = difflib.get_close_matches(keys[-1], sorted(map(str, table)), n=1, cutoff=0.6)
-    meant = ".".join([*keys[:-1], near[0]]) if near else _nearest(keys, model)
+    meant = ".".join([*keys[:-1], near[0]]) if near else _nearest(keys, model, {})
     remedy = f"did you mean {meant}?" if meant else "remove it"
     raise ConfigError(f"{'.'.join(keys)} = 'none': there is nothing of this name to remove; {remedy}")
 
@@ -167,20 +167,30 @@ def _types_with(keys: Sequence[str], model: type[BaseModel]) -> tuple[str, list[
     return max((tag for tag, _ in found), default=""), sorted({name for _, names in found for name in names})
 
 
-def models_at(keys: Sequence[str], model: type[BaseModel]) -> list[type[BaseModel]]:
-    """Return the models that can stand at the place of `keys`."""
+def models_at(keys: Sequence[str], model: type[BaseModel], tree: Any = None) -> list[type[BaseModel]]:
+    """The models that can stand at the place of `keys`, in the profile `tree` only those that its tables choose."""
     models, is_named, in_list = [model], False, False
     for key in keys:
         known = [fields_of(one) for one in models]
+        tree = tree.get(key) if isinstance(tree, Mapping) else None
         # A place or a name in a list, or a name in a table, whose models were found with it.
         if key.isdigit() or is_named or (in_list and not any(key in fields for fields in known)):
             is_named = in_list = False
-            continue
-        fields = [one[key].annotation for one in known if key in one]
-        models = [found for annotation in fields for found in _models_in(annotation)]
-        is_named = any(get_origin(annotation) is dict for annotation in fields)
-        in_list = any(get_origin(annotation) is tuple for annotation in fields)
+        else:
+            fields = [one[key].annotation for one in known if key in one]
+            models = [found for annotation in fields for found in _models_in(annotation)]
+            is_named = any(get_origin(annotation) is dict for annotation in fields)
+            in_list = any(get_origin(annotation) is tuple for annotation in fields)
+        if isinstance(tree, Mapping):
+            models = [one for one in models if _is_chosen(one, tree)] or models
     return models
+
+
+def _is_chosen(model: type[BaseModel], table: Mapping[str, Any]) -> bool:
+    """True unless a key of the table, such as `stage` or `type`, chooses another model."""
+    fields = fields_of(model)
+    tags = [tag for tag in FIELD_OF if tag in table and tag in fields and get_origin(fields[tag].annotation) is Literal]
+    return all(table[tag] in get_args(fields[tag].annotation) for tag in tags)
 
 
 def fields_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
@@ -212,22 +222,30 @@ def _real_keys(location: Sequence[int | str], tree: Any, model: type[BaseModel],
     return keys
 
 
-def _nearest(keys: Sequence[str], model: type[BaseModel]) -> str:
-    """Return the option that a misspelled key probably means: beside it, below its section, or in any; "" for none."""
-    here = [fields_of(one) for one in models_at(keys[:-1], model)]
+def _nearest(keys: Sequence[str], model: type[BaseModel], tree: Mapping[str, Any]) -> str:
+    """The option that a misspelled key probably means: in its table, below it, or elsewhere; "" for none.
+
+    A table that chooses its type, such as a step its stage, is compared with the options of this type only.
+    """
+    models = models_at(keys[:-1], model, tree)
+    here = [fields_of(one) for one in models]
     beside = {name: (name,) for fields in here for name in fields}
     former = {name: path for name, path in FORMER.items() if any(path[0] in fields for fields in here)}
     spelled = {name: (present,) for name, present in SPELLINGS.items() if present in beside}
     near = difflib.get_close_matches(keys[-1], sorted(former | spelled | beside), n=1, cutoff=0.6)
     if near:
         return ".".join([*keys[:-1], *(former | spelled | beside)[near[0]]])
-    dotted, section = ".".join(keys), tuple(keys[:-1])
+    section = tuple(keys[:-1])
+    below = {name[-1]: (*section, *name) for one in models for name in _names(one) if len(name) > 1 and ANY not in name}
+    inside = difflib.get_close_matches(keys[-1], sorted(below), n=1, cutoff=0.7) if section else []
+    if inside or any(tag_of(one)[0] for one in models):
+        return ".".join(below[inside[0]]) if inside else ""
     known = {_with_names(name, keys) for name in _names(model)}
-    others = sorted(name for name in known if ANY not in name and name[: len(keys)] != tuple(keys))
-    below = {name[-1]: name for name in others if section and name[: len(section)] == section}
-    inside = difflib.get_close_matches(keys[-1], sorted(below), n=1, cutoff=0.7)
-    anywhere = difflib.get_close_matches(dotted, sorted(map(".".join, others)), n=1, cutoff=0.6)
-    return ".".join(below[inside[0]]) if inside else "".join(anywhere)
+    found = {name for name in known if name[: len(section)] != section} | {
+        (*section, *name) for name in beside.values()
+    }
+    others = sorted(".".join(name) for name in {*found, *below.values()} if ANY not in name)
+    return "".join(difflib.get_close_matches(".".join(keys), others, n=1, cutoff=0.6))
 
 
 def _with_names(name: Sequence[str], keys: Sequence[str]) -> tuple[str, ...]:

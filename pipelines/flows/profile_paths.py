@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from glob import has_magic
 from pathlib import Path
 from typing import Any
@@ -33,19 +33,43 @@ SUFFIXES = (".py", ".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".gz
 """Ends of names of files, which no name of a model or data set on the Hub has."""
 
 
-def relative_to_profile(tree: Any, folder: Path, *, key: str = "") -> Any:
+def relative_to_profile(tree: Any, folder: Path) -> Any:
     """Return a parsed profile of `folder` whose relative paths are read from there, whatever the current folder is.
 
     `pairs.jsonl` becomes `<folder>/./pairs.jsonl`: keys of stages have what follows `/./`, so they do not depend on the
     folder. A file that only the current folder has is used, with a warning.
     """
+    return _with_paths(tree, lambda text: _found(text, folder))
+
+
+def as_read_from(folder: Path, table: Mapping[str, Any]) -> dict[str, Any]:
+    """A profile that was read in the current folder, with its relative paths as they are from another folder."""
+    here = Path.cwd()
+    if here == folder:
+        return dict(table)
+    place = here.relative_to(folder) if here.is_relative_to(folder) else here
+
+    def moved(text: str) -> str:
+        name = text.rpartition(":")[0] if FUNCTION.fullmatch(text) else text
+        if not name or name.startswith(("/", "~", "package:")) or not _exists(here, name):
+            return text
+        beside, separator, written = text.partition(BESIDE)
+        return f"{place / beside if separator else place}{BESIDE}{written if separator else text}"
+
+    found: dict[str, Any] = _with_paths(table, moved)
+    store = found.get("store") or "/"
+    return found if "://" in store or store.startswith(("/", "~")) else found | {"store": str(place / store)}
+
+
+def _with_paths(tree: Any, change: Callable[[str], str], key: str = "") -> Any:
+    """A parsed profile whose texts that are paths are changed."""
     if isinstance(tree, Mapping):
         names = {name: key if key in OF_USER_CODE else "" if key in OF_NAMES else name for name in tree}
-        return {name: relative_to_profile(value, folder, key=names[name]) for name, value in tree.items()}
+        return {name: _with_paths(value, change, names[name]) for name, value in tree.items()}
     if isinstance(tree, list):
-        return [relative_to_profile(value, folder, key=key) for value in tree]
+        return [_with_paths(value, change, key) for value in tree]
     is_path = isinstance(tree, str) and key not in OF_USER_CODE and (key in KEYS or FUNCTION.fullmatch(tree))
-    return _found(tree, folder) if is_path else tree
+    return change(tree) if is_path else tree
 
 
 def _found(text: str, folder: Path) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from pipelines.flows.recipe import PARTS, Step, listed
+from pipelines.flows.nodes import PARTS, Node, listed, prepared_part
 from pipelines.flows.sections import EvaluationConfig
 from rlhf_core.config.data import DataConfig, Files, InstructionsWorld, MixedWorlds
 from rlhf_core.config.policy import PPOConfig
@@ -11,16 +11,19 @@ from rlhf_core.errors import ConfigError, nearest
 from stages.config.distill import DistillConfig
 from stages.config.evaluate_harness import HarnessSuite
 from stages.config.generate import GenerateConfig
+from stages.config.mix import MixConfig
+from stages.config.prepare_data import PrepareDataConfig
 from stages.config.score import ScoreConfig
 
 
-def check_step_sources(steps: Sequence[Step], data: DataConfig, evaluate: EvaluationConfig | None) -> None:
+def check_step_sources(steps: Sequence[Node], data: DataConfig, evaluate: EvaluationConfig | None) -> None:
     """Raise ConfigError for a source that no prompt of a step can have, and for one without a reward, teacher or agent.
 
     Steps whose prompts come from outside of the run are left out; they check their own.
     """
     made = {name: step for step in steps for name in step.made}
     for step in steps:
+        check_mix(step, made, data)
         read = "demonstrations" if isinstance(step.config, DistillConfig) and not step.config.on_policy else "prompts"
         read = "generations" if step.stage == "score" else read
         found = sources_of(str(step.inputs.get(read, "")), made, data)
@@ -64,7 +67,31 @@ def check_config(config: object, sources: set[str], present: bool, *, key: str) 
             check_sources(config.rewards, used, known=sources, key=f"{key}.rewards")
 
 
-def sources_of(name: str, made: Mapping[str, Step], data: DataConfig) -> tuple[set[str], bool] | None:
+def check_mix(step: Node, made: Mapping[str, Node], data: DataConfig) -> None:
+    """Raise ConfigError for a source that no row of the mixed tables has."""
+    if not isinstance(step.config, MixConfig):
+        return
+    found = [sources_of(table, made, data) for table in listed(step.inputs["tables"])]
+    if any(one is None for one in found):  # rows from outside of the run, whose sources the stage checks
+        return
+    known = {source for one in found if one is not None for source in one[0]}
+    table = step.path.rpartition(".")[0] if step.mixes_input else step.path
+    named: dict[str, tuple[str, object]] = {
+        f"{table}.sources": (name, name) for name in step.config.sources if name not in known
+    }
+    named |= {
+        f"{table}.mixture.{name}": (name, share) for name, share in step.config.mixture.items() if name not in known
+    }
+    for option in ("chat_template", "chat_template_kwargs"):
+        given = getattr(step.config, option)
+        unknown = [name for name in given if name not in known]
+        named |= {f"{table}.{option}.{name}": (name, given[name]) for name in unknown}
+    for key, (name, shown) in named.items():
+        rule = f"no row of {', '.join(listed(step.inputs['tables']))} has this source"
+        raise ConfigError(key, shown, rule, nearest(name, sorted(known)))
+
+
+def sources_of(name: str, made: Mapping[str, Node], data: DataConfig) -> tuple[set[str], bool] | None:
     """Return the sources that the prompts or demonstrations called `name` may have, and whether all of them are there.
 
     None if the profile does not decide them. Steps on the way may leave out all rows of a source.
@@ -74,10 +101,25 @@ def sources_of(name: str, made: Mapping[str, Step], data: DataConfig) -> tuple[s
     if name not in made:
         return None
     config, inputs = made[name].config, made[name].inputs
-    before = next((inputs[kind] for kind in ("rollouts", "generations", "prompts") if kind in inputs), "")
-    found = sources_of("".join(listed(before)), made, data)
-    whole = isinstance(config, ScoreConfig) or (isinstance(config, GenerateConfig) and not config.max_prompts)
-    return found and (found[0], found[1] and whole)
+    if isinstance(config, PrepareDataConfig):
+        return data_sources(config.data, prepared_part(name)[1]), True
+    if isinstance(config, MixConfig):
+        tables = [sources_of(table, made, data) for table in listed(inputs["tables"])]
+        known = [one for one in tables if one is not None]
+        chosen = set(config.sources or config.mixture)
+        sources = {source for one, _ in known for source in one if not chosen or source in chosen}
+        return (sources, all(whole for _, whole in known)) if len(known) == len(tables) else None
+
+    # Any other step has the sources of the rows that it reads. Only these two keep all of the rows.
+    before = next((inputs[kind] for kind in ("rollouts", "pool", "generations", "prompts") if kind in inputs), "")
+    found = [sources_of(one, made, data) for one in listed(before)]
+    known = [one for one in found if one is not None]
+    if not known or len(known) < len(found):
+        return None
+    scores = isinstance(config, ScoreConfig)
+    answers_all = isinstance(config, GenerateConfig) and not config.max_prompts
+    sources = {source for one, _ in known for source in one}
+    return sources, (scores or answers_all) and known[0][1]
 
 
 def data_sources(data: DataConfig, table: str) -> set[str]:

@@ -1,189 +1,61 @@
-"""The steps of a pipeline and their order: the tables `[recipe.NAME]` of a profile, and its sections, which are shorthand for steps.
+"""The steps of a pipeline and their order: the sections of a profile, the tables `[recipe.NAME]`, and rounds of tables.
 
-A step is a stage, or several stages that one section configures, with inputs by name. Names are those of other steps and of the parts
-of the prepared data. The order of tables in the file does not matter.
+Each is read as a node (`pipelines.flows.nodes`) with its inputs by name. Names are those of other nodes and of the parts of the
+prepared data. The order of tables in the file does not matter.
 """
 
 import logging
-import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache
-from typing import Annotated, TypeAlias, TypeVar, cast
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, ValidationError, model_validator
 
+from pipelines.flows.checks import RESERVED, check
+from pipelines.flows.nodes import GROUPS, PARTS, Names, Node, listed, models_in, terms_in
 from pipelines.flows.sections import (
     ConditionalSFTConfig,
-    DistillationConfig,
     IterativeDPOConfig,
-    MergeStep,
-    OfflineDPOConfig,
     OnlineConfig,
-    OnlineRounds,
-    PolicyOptimizationConfig,
-    RecipeStep,
     RejectionSamplingConfig,
-    RewardModelSection,
 )
-from rlhf_core.config.engines import RuntimeConfig
+from pipelines.flows.steps import (
+    ROW_OPTIONS,
+    TABLES,
+    AllRounds,
+    DistillationSection,
+    DPOSection,
+    PPOSection,
+    ProcessRewardModelSection,
+    RecipeStep,
+    RewardModelsSection,
+    RoundsConfig,
+    SFTSection,
+    StepName,
+    tables_read,
+)
 from rlhf_core.config.policy import PPOConfig
-from rlhf_core.config.rewards import (
-    GenerativeReward,
-    ProcessRewardModelReward,
-    RewardModelReward,
-    RewardsConfig,
-    Term,
-    models_of,
-    what_moves_rewards,
-)
+from rlhf_core.config.rewards import GenerativeReward, ProcessRewardModelReward, RewardModelReward
+from rlhf_core.config.runtime import RuntimeConfig
 from rlhf_core.config.teachers import Teachers
-from rlhf_core.errors import explain, nearest
+from rlhf_core.errors import explain
 from rlhf_core.schema.base import OPERATIONAL, Config, added_option
-from rlhf_core.types import (
-    CHAMPION,
-    ArtifactRef,
-    DemonstrationsRef,
-    ModelRef,
-    PolicyRef,
-    PreferencesRef,
-    PromptsRef,
-    RewardModelRef,
-    StepsRef,
-    title,
-)
+from rlhf_core.types import ArtifactRef, PolicyRef, RewardModelRef
 from stages.config.import_policy import ImportPolicyConfig
 from stages.config.import_reward_model import ImportRewardModelConfig
+from stages.config.merge import MergeConfig
+from stages.config.mix import MixConfig
 from stages.config.prepare_data import PrepareDataConfig
-from stages.config.process_reward_model import ProcessRewardModelConfig
-from stages.config.score import ScoreConfig
-from stages.config.select import Pairs, PromptsInBand
-from stages.config.sft import SFTConfig
-from stages.config.synthesize import SynthesizeConfig
 from stages.table import STAGES
 
 logger = logging.getLogger(__name__)
 
-R = TypeVar("R", bound=ArtifactRef)
-Names: TypeAlias = str | Mapping[str, str]
-"""The name of an input, or several by the name that the stage uses."""
-
-PARTS: Mapping[str, type[ArtifactRef]] = {
-    "base": PolicyRef,
-    "demonstrations": DemonstrationsRef,
-    "preferences": PreferencesRef,
-    "prompts": PromptsRef,
-    "eval_prompts": PromptsRef,
-    "steps": StepsRef,
-}
-"""The parts of the prepared data."""
-STORED, REGISTERED = "store:", "models:/"
-"""Begin the names of inputs from earlier runs: by digest, and by name and version in the registry."""
 UNNAMED = tuple(term.model_fields["model"].default for term in (RewardModelReward, ProcessRewardModelReward))
 """Reward models of terms that name none."""
-RESERVED = (*PARTS, CHAMPION, "parent", "suites", "evaluate", "evaluation", "publish", "prepare_data", "none")
-
-GROUPS: Mapping[str, Mapping[str, type[ArtifactRef]]] = {
-    "rejection_sampling": {"policy": PolicyRef, "prompts": PromptsRef, "reward_models": ModelRef},
-    "conditional_sft": {"policy": PolicyRef, "prompts": PromptsRef, "reward_models": ModelRef},
-    "iterative_dpo": {"policy": PolicyRef, "prompts": PromptsRef, "reward_models": ModelRef},
-    "online": {
-        "policy": PolicyRef,
-        "reward_start": PolicyRef,
-        "first_reward_model": RewardModelRef,
-        "preferences": PreferencesRef,
-        "prompts": PromptsRef,
-        "demonstrations": DemonstrationsRef,
-    },
-}
-"""Inputs of the steps that run several stages, each of which ends with a policy."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """A step of the graph; `inputs` has the names of what it reads."""
-
-    name: str
-    stage: str
-    config: Config
-    inputs: Mapping[str, Names] = field(default_factory=dict)
-    key: str = ""
-    """Where the profile configures it; "" for a section of its own name."""
-    alias: str = ""
-    """The name under which other steps find what this one makes, if it is not its own."""
-
-    @property
-    def path(self) -> str:
-        """The key of the table that configures the step."""
-        return self.key or self.name
-
-    @property
-    def kinds(self) -> Mapping[str, type[ArtifactRef]]:
-        """The kind of artifact of each input."""
-        if self.stage in GROUPS:
-            return GROUPS[self.stage]
-        return {name: row.kind for name, row in STAGES[self.stage].inputs.items()}
-
-    def kind(self, name: str, read: str, declared: type[R]) -> type[R]:
-        """Return the kind of artifact that the input `name` needs of `read`: of reward models, policies for terms that ask one."""
-        names = self.inputs[name]
-        if name != "reward_models" or not isinstance(names, Mapping):
-            return declared
-        asked = {names.get(term.model) for term in terms_in(self.config) if isinstance(term, GenerativeReward)}
-        return cast(type[R], PolicyRef if read in asked else RewardModelRef)
-
-    @property
-    def output(self) -> type[ArtifactRef]:
-        """The kind of artifact that the step makes."""
-        if self.stage in GROUPS:
-            return PolicyRef
-        if self.stage == "select":
-            kinds = {Pairs: PreferencesRef, PromptsInBand: PromptsRef}
-            return next((kind for config, kind in kinds.items() if isinstance(self.config, config)), DemonstrationsRef)
-        if isinstance(self.config, SynthesizeConfig):
-            return PromptsRef if self.config.make == "prompts" else DemonstrationsRef
-        return STAGES[self.stage].output
-
-    @property
-    def made(self) -> list[str]:
-        """The names under which other steps find what this one makes."""
-        if isinstance(self.config, OnlineRounds):
-            return [f"{self.name}_{number + 1}" for number in range(self.config.rounds)]
-        if isinstance(self.config, RewardModelSection) and self.config.ensemble:
-            return [*self.config.stage_configs(self.name), self.name]
-        return [*self.exported, self.alias or self.name]
-
-    @property
-    def exported(self) -> dict[str, int]:
-        """The names of the policies that a training exports on its way, and their steps."""
-        if self.stage not in ("sft", "ppo") or not isinstance(self.config, (SFTConfig, PPOConfig)):
-            return {}
-        return {f"{self.name}_{step}": step for step in self.config.exported_steps}
-
-    @property
-    def may_be_empty(self) -> tuple[str, ...]:
-        """The inputs that the step can do without."""
-        unused = (
-            () if isinstance(self.config, OnlineRounds) and self.config.uses_demonstrations else ("demonstrations",)
-        )
-        of_groups = ("preferences", *unused) if self.stage == "online" else ()
-        return ("teacher", "teachers", "reward_models", "critic", *of_groups)
-
-    def reads(self) -> dict[str, list[str]]:
-        """Return the names that each input reads; those of inputs that the configuration does not use are left out."""
-        names = {name: listed(value) for name, value in self.inputs.items()}
-        if self.stage in GROUPS:
-            return names
-        rows = STAGES[self.stage].inputs
-        used = {name if row.when(self.config) else row.instead for name, row in rows.items()}
-        return {name: found for name, found in names.items() if name in used}
-
-
-def listed(names: Names) -> list[str]:
-    """Return the names of an input as a list, without empty ones."""
-    if isinstance(names, str):
-        return [names] if names else []
-    return list(names.values())
+SHARED = ("model", "chat_template", "max_prompt_tokens", "max_tokens")
+"""Options of `[prepare_data]` that steps with the stage `prepare_data` share unless they give them."""
+PREVIOUS = "previous."
+"""Begins the name of a step of the round before."""
 
 
 class GraphConfig(Config):
@@ -199,29 +71,49 @@ class GraphConfig(Config):
     prepare_data: PrepareDataConfig
     import_reward_model: ImportRewardModelConfig | None = None
     """An external reward model, used instead of a trained one."""
-    sft: SFTConfig | None = None
-    reward_model: RewardModelSection | None = None
-    process_reward_model: ProcessRewardModelConfig | None = None
+    sft: SFTSection | None = None
+    reward_model: RewardModelsSection | None = None
+    process_reward_model: ProcessRewardModelSection | None = None
     rejection_sampling: RejectionSamplingConfig | None = None
     conditional_sft: ConditionalSFTConfig | None = None
-    dpo: OfflineDPOConfig | None = None
+    dpo: DPOSection | None = None
     iterative_dpo: IterativeDPOConfig | None = None
     online: OnlineConfig | None = None
-    ppo: PolicyOptimizationConfig | None = None
-    distill: DistillationConfig | None = None
-    recipe: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w-]*$")], RecipeStep] = added_option({})
+    ppo: PPOSection | None = None
+    distill: DistillationSection | None = None
+    recipe: dict[StepName, RecipeStep] = added_option({})
     """Steps by name, each a stage with its options and its inputs by name, beside the sections or instead of them
     (docs/recipes.md)."""
+    rounds: dict[StepName, RoundsConfig] = added_option({})
+    """Steps that are repeated, by the name of the rounds. `NAME.STEP` is the step of the last round (docs/recipes.md)."""
 
-    def steps(self) -> list[Step]:
-        """Return the steps, each after those that it reads.
+    @model_validator(mode="before")
+    @classmethod
+    def _share_model(cls, tree: Any) -> Any:
+        """A step that prepares data has the model, the chat template and the limits of `[prepare_data]`."""
+        if not isinstance(tree, Mapping) or not isinstance(tree.get("prepare_data"), Mapping):
+            return tree
+        shared = {name: value for name, value in tree["prepare_data"].items() if name in SHARED}
+        recipe = dict(tree.get("recipe") or {})
+        for name, step in recipe.items():
+            if isinstance(step, Mapping) and step.get("stage") == "prepare_data":
+                recipe[name] = {**shared, **step}
+        return {**tree, "recipe": recipe} if recipe else tree
 
-        Sections come in the order of the lifecycle, tables of the recipe in that of the file. Raises ValueError for a
-        recipe that has no such order, and for an input that there is not, or that is of another kind.
+    def steps(self) -> list[Node]:
+        """The sections, tables and rounds as nodes, each after the nodes that it reads.
+
+        Sections come in the order of the lifecycle, tables of the recipe in that of the file, then rounds. Raises ValueError
+        for a recipe without such an order, and for an input that does not exist or is of another kind.
         """
         sections = list(section_steps(self))
         others = {*self.recipe, *(name for step in sections for name in step.made)}
-        steps = [*sections, *(recipe_step(name, config, others) for name, config in self.recipe.items())]
+        steps = [
+            *sections,
+            *(node for name, table in self.recipe.items() for node in recipe_steps(name, table, others)),
+        ]
+        steps += [node for name, rounds in self.rounds.items() for node in round_steps(name, rounds, others)]
+        steps = with_kinds(steps)
         check(steps)
         return in_order(steps)
 
@@ -232,7 +124,7 @@ class GraphConfig(Config):
             {name for step in steps for name in listed(step.inputs.get(kind, ""))}
             for kind in ("reward_models", "critic")
         )
-        models = [name for step in steps if step.output is RewardModelRef for name in step.made]
+        models = [name for step in steps if step.output is RewardModelRef for name in step.shown]
         models = [name for name in models if name in scoring or name not in starts]
         return "reward_model" if "reward_model" in models else models[0] if len(models) == 1 else ""
 
@@ -241,8 +133,8 @@ class GraphConfig(Config):
         return ["base", *policies_of(self.steps())]
 
 
-def policies_of(steps: Sequence[Step]) -> list[str]:
-    """Return the names of the policies that are evaluated; imported ones only if a step starts from them."""
+def policies_of(steps: Sequence[Node]) -> list[str]:
+    """The names of the policies that are evaluated: imported ones only if a step starts from them, of rounds the last."""
     started = {
         name
         for step in steps
@@ -250,98 +142,206 @@ def policies_of(steps: Sequence[Step]) -> list[str]:
         for name in names
         if kind not in ("teacher", "teachers", "reward_models")
     }
-    made = [(name, step) for step in steps if step.output is PolicyRef for name in step.made]
+    made = [(name, step) for step in steps if step.output is PolicyRef for name in step.shown]
     return [name for name, step in made if step.stage != "import_policy" or name in started]
 
 
-def section_steps(profile: GraphConfig) -> Iterator[Step]:
-    """Yield the steps that the sections of a profile stand for, in the order of the lifecycle."""
+def section_steps(profile: GraphConfig) -> Iterator[Node]:
+    """Yield the sections of a profile as nodes, in the order of the lifecycle."""
     start, models = "sft" if profile.sft else "base", dict[str, str]()
 
-    def step(name: str, **given: Names) -> Step:
-        made = Step(name, name, getattr(profile, name))
-        named: dict[str, Names] = {**{part: part for part in PARTS}, **given}
-        return replace(made, inputs={kind: named[kind] for kind in made.kinds if kind in named})
+    def step(name: str, **given: Names) -> Iterator[Node]:
+        made = Node(name, name, getattr(profile, name))
+        named: dict[str, Any] = {**{part: part for part in PARTS}, **given}
+        inputs = {kind: named[kind] for kind in made.kinds if kind in named}
+        inputs |= {kind: getattr(made.config, kind, inputs[kind]) for kind in inputs if kind in tables_read(made)}
+        yield from with_mixes(made, inputs)
 
     if profile.import_reward_model:
-        yield replace(step("import_reward_model", policy="base"), alias="reward_model")
+        (imported,) = step("import_reward_model", policy="base")
+        yield replace(imported, names=("reward_model",))
         models["reward_model"] = "reward_model"
     if profile.sft:
-        yield step("sft", policy="base")
+        yield from step("sft", policy="base")
     if profile.reward_model:
-        trained = step("reward_model", policy=start)
-        yield trained
-        models |= {name: name for name in trained.made}
+        trained = list(step("reward_model", policy=start))
+        yield from trained
+        models |= {name: name for name in trained[-1].made}
     if profile.process_reward_model:
-        yield step("process_reward_model", policy=start)
+        yield from step("process_reward_model", policy=start)
         models["process_reward_model"] = "process_reward_model"
     for name in ("rejection_sampling", "conditional_sft"):
         if getattr(profile, name):
-            yield step(name, policy=start, reward_models=scoring(getattr(profile, name), models, profile.recipe))
+            yield from step(name, policy=start, reward_models=scoring(getattr(profile, name), models, profile.recipe))
     if profile.dpo:
         start = profile.dpo.start_from
-        yield step("dpo", policy=start, reference=profile.dpo.reference or start)
+        yield from step("dpo", policy=start, reference=profile.dpo.reference or start)
     if profile.iterative_dpo:
         further = scoring(profile.iterative_dpo, models, profile.recipe)
-        yield step("iterative_dpo", policy=profile.iterative_dpo.start_from, reward_models=further)
+        yield from step("iterative_dpo", policy=profile.iterative_dpo.start_from, reward_models=further)
     if profile.online:
         first = models.get("reward_model", "")
-        yield step("online", policy=profile.online.start_from, reward_start=start, first_reward_model=first)
+        yield from step("online", policy=profile.online.start_from, reward_start=start, first_reward_model=first)
     if profile.ppo:
         start, teachers = profile.ppo.start_from, {name: name for name in teachers_in(profile.ppo)}
         further = scoring(profile.ppo, models, profile.recipe)
         critic = profile.ppo.critic
-        yield step("ppo", policy=start, reference=start, reward_models=further, teachers=teachers, critic=critic)
+        yield from step("ppo", policy=start, reference=start, reward_models=further, teachers=teachers, critic=critic)
     if profile.distill:
         outside = {name: f"distill/{name}/import" for name in profile.distill.external}
         for name, model in profile.distill.external.items():
-            yield Step(outside[name], "import_policy", ImportPolicyConfig(model=model), key=f"distill.external.{name}")
+            yield Node(outside[name], "import_policy", ImportPolicyConfig(model=model), key=f"distill.external.{name}")
         teachers = {name: outside.get(name, name) for name in profile.distill.teachers}
         teacher = "" if teachers else outside.get(profile.distill.teacher, profile.distill.teacher)
-        yield step("distill", policy=profile.distill.start_from, teacher=teacher, teachers=teachers)
+        yield from step("distill", policy=profile.distill.start_from, teacher=teacher, teachers=teachers)
 
 
 def scoring(section: Config, models: Mapping[str, str], recipe: Collection[str]) -> Mapping[str, str]:
-    """Return the reward models of a section: the `models` of other sections, steps of the recipe, and policies that judge."""
+    """The reward models of a section: the `models` of other sections, steps of the recipe, and policies that judge."""
     asked = {term.model for term in terms_in(section) if isinstance(term, GenerativeReward)}
     return {**models, **{name: name for name in models_in(section) if name in recipe or name in asked}}
 
 
-def recipe_step(name: str, config: RecipeStep, others: Collection[str]) -> Step:
-    """Return the step of the table `[recipe.<name>]`; `others` are the names of all steps."""
-    step = Step(name, config.stage, config, key=f"recipe.{name}")
-    inputs = {kind: getattr(config, kind) for kind in step.kinds if hasattr(config, kind)}
+# ---------------------------------------------------------------- tables of a recipe
+
+
+def recipe_steps(
+    name: str,
+    config: Any,
+    others: Collection[str],
+    *,
+    key: str = "",
+    place: Callable[[str], str] = str,
+    rounds: Callable[[str], list[str]] | None = None,
+) -> Iterator[Node]:
+    """Yield the node of the table `[recipe.<name>]`, after the mixes of its rows.
+
+    `others` are the names of all steps. `place` finds the label of a written name, and `rounds` the labels of a step in all
+    rounds so far; a table of a recipe has none.
+    """
+    key = key or f"recipe.{name}"
+    node = Node(name, config.stage, config, key=key)
+    inputs: dict[str, Any] = {kind: getattr(config, kind) for kind in node.kinds if hasattr(config, kind)}
     for followed in ("reference", "reward_start"):
         if inputs.get(followed) == "":
             inputs[followed] = inputs["policy"]
     if "reward_models" in inputs:
-        inputs["reward_models"] = reward_models(step, inputs["reward_models"], others)
-    if "teachers" in step.kinds:
+        inputs["reward_models"] = reward_models(node, inputs["reward_models"], others)
+    if "teachers" in node.kinds:
         inputs["teachers"] = {teacher: teacher for teacher in teachers_in(config)}
-    if isinstance(config, MergeStep):
+    if isinstance(config, MergeConfig):
         inputs["policies"] = {policy: policy for policy in config.weights}
-    return replace(step, inputs={kind: without_prefix(names) for kind, names in inputs.items()})
+    yield from with_mixes(node, inputs, place=place, rounds=rounds)
+
+
+def with_mixes(
+    node: Node,
+    inputs: Mapping[str, Any],
+    *,
+    place: Callable[[str], str] = str,
+    rounds: Callable[[str], list[str]] | None = None,
+) -> Iterator[Node]:
+    """Yield the mixes of a node's rows, and then the node with its inputs, as in `recipe_steps`."""
+    found: dict[str, Names] = {}
+    for kind, given in inputs.items():
+        if kind not in tables_read(node):
+            if (node.stage, kind) == ("select", "rollouts"):
+                found |= rollouts_of(f"{node.path}.{kind}", given, place, rounds)
+            elif not isinstance(node.config, MixConfig):
+                found[kind] = placed({one: one for one in given} if isinstance(given, tuple) else given, place)
+            continue
+        key = f"{node.path}.{kind}"
+        tables, chosen = tables_of(key, given, rounds)
+        options = {one: getattr(node.config, one) for one in ROW_OPTIONS if chooses(node, kind, one)}
+        names = placed(tables, place)
+        options |= {"kind": next(part for part, of in PARTS.items() if of is node.kinds[kind]), "shares": chosen}
+        rows = mixed(node.path, kind, options)
+        if len(names) == 1 and not chosen and len(options) == 2:
+            (found[kind],) = names.values()
+            continue
+        found[kind] = f"{node.label}/{kind}"
+        yield Node(f"{node.label}/{kind}", "mix", rows, {"tables": names}, key=key)
+    if isinstance(node.config, MixConfig):
+        tables, shares = tables_of(f"{node.path}.tables", inputs["tables"], rounds)
+        found["tables"] = placed(tables, place)
+        options = {one: getattr(node.config, one) for one in MixConfig.model_fields} | {"shares": shares}
+        node = replace(node, config=mixed(node.path, "tables", options))
+    yield replace(node, inputs=found)
+
+
+def rollouts_of(
+    key: str, given: Any, place: Callable[[str], str], rounds: Callable[[str], list[str]] | None
+) -> dict[str, Names]:
+    """The inputs of a selection: rollouts of one step, or a pool of several by name."""
+    if isinstance(given, AllRounds):
+        given = tables_of(key, given, rounds)[0]
+    if isinstance(given, str):
+        given = [given]
+    names = given if isinstance(given, Mapping) else {name: name for name in given}
+    labels = placed(names, place)
+    # One step has the input, and so the key, that it had before selections could read several.
+    return {"pool": labels} if len(names) > 1 else {"rollouts": "".join(labels.values())}
+
+
+def mixed(key: str, name: str, options: Mapping[str, Any]) -> MixConfig:
+    """The options of a mix. Raises ValueError for a wrong one, by its key in the table `key`; `name` is the input."""
+    try:
+        return MixConfig(**options)
+    except ValidationError as error:
+        message = error.errors()[0]["msg"].removeprefix("Value error, ")
+        named = f"{name}.{message.removeprefix('shares.')}" if message.startswith("shares.") else message
+        raise ValueError(f"{key}.{named}") from None
+
+
+def tables_of(
+    key: str, given: Any, rounds: Callable[[str], list[str]] | None
+) -> tuple[dict[str, str], dict[str, float]]:
+    """The names of an input that takes several tables, and their shares, which are empty if all rows are taken."""
+    if isinstance(given, AllRounds):
+        if rounds is None:
+            rule = "only a step of [rounds.NAME] has earlier rounds"
+            raise ValueError(explain(key, {"all": given.all}, rule, "name one table, a list of tables, or shares"))
+        given = rounds(given.all)
+    if isinstance(given, str):
+        given = (given,)
+    return {name: name for name in given}, dict(given) if isinstance(given, Mapping) else {}
+
+
+def chooses(node: Node, kind: str, option: str) -> bool:
+    """True if the table sets an option of its mix, and the input is the one whose rows it chooses."""
+    read = ["prompts"]
+    if node.stage not in GROUPS:
+        read = [name for name in tables_read(node) if STAGES[node.stage].reads_input(name, node.config)]
+    if kind != next(iter(read), "") or (option == "mixture" and isinstance(node.config, PPOConfig)):
+        return False
+    default = MixConfig.model_fields[option].default
+    return bool(getattr(node.config, option, default) != default)
+
+
+def placed(names: Names, place: Callable[[str], str]) -> Any:
+    """Names with their labels in place of what is written."""
+    if isinstance(names, str):
+        return place(without_prefix(names)) if names else ""
+    return {used: place(without_prefix(name)) for used, name in names.items()}
+
+
+def without_prefix(name: str) -> str:
+    """The name, where parts of the prepared data stand alone: `base` for `prepare_data.base`."""
+    part = name.removeprefix("prepare_data.")
+    return part if part in PARTS else name
 
 
 def teachers_in(config: Config) -> Mapping[str, float]:
-    """Return the teachers of a distillation, and of a policy optimization that learns from some, with their weights."""
+    """The teachers of a distillation, and of a policy optimization that learns from some, with their weights."""
     taught = config.distill if isinstance(config, PPOConfig) else config
     return taught.teachers if isinstance(taught, Teachers) else {}
 
 
-def without_prefix(names: Names) -> Names:
-    """Return names in which parts of the prepared data stand alone: `base` for `prepare_data.base`."""
-    if isinstance(names, str):
-        part = names.removeprefix("prepare_data.")
-        return part if part in PARTS else names
-    return {used: str(without_prefix(name)) for used, name in names.items()}
+def reward_models(step: Node, given: Sequence[str] | Mapping[str, str], others: Collection[str]) -> Mapping[str, str]:
+    """The steps whose reward models a step reads, by the names in the terms of its rewards.
 
-
-def reward_models(step: Step, given: Sequence[str] | Mapping[str, str], others: Collection[str]) -> Mapping[str, str]:
-    """Return the steps whose reward models a step reads, by the names in the terms of its rewards.
-
-    They are those that terms name, and all that are `given`. A single given one also serves terms that name none, if none
-    of the `others` has the name of such a term.
+    They are all that terms name, and all that are `given`. A single given one also serves terms that name none, if none of
+    the `others` has the name of such a term.
     """
     if isinstance(given, Mapping):
         return given
@@ -352,177 +352,126 @@ def reward_models(step: Step, given: Sequence[str] | Mapping[str, str], others: 
     }
 
 
-def rewards_in(config: Config) -> dict[str, RewardsConfig]:
-    """Return the rewards of a step, also those of its scoring, its optimization and its independent evaluation, by key."""
-    scoring, optimized, evaluated = (getattr(config, name, None) for name in ("score", "ppo", "evaluate"))
-    found = {
-        "rewards": getattr(config, "rewards", None),
-        "score.rewards": getattr(scoring, "rewards", None),
-        "ppo.rewards": getattr(optimized, "rewards", None),
-        "evaluate.independent": getattr(evaluated, "independent", None),
+def with_kinds(steps: Sequence[Node]) -> list[Node]:
+    """The steps, where a table of the stage `mix` has the kind of its first table whose kind is known."""
+    found = list(steps)
+    kinds: dict[str, type[ArtifactRef]] = {**PARTS}
+    kinds |= {name: step.kind_of(name) for step in steps if not mixes_any(step) for name in step.made}
+    parts: dict[type[ArtifactRef], str] = {
+        kind: part for part, kind in PARTS.items() if issubclass(kind, TABLES) and part != "eval_prompts"
     }
-    return {key: rewards for key, rewards in found.items() if isinstance(rewards, RewardsConfig)}
+    while True:
+        for place, step in enumerate(found):
+            known = [parts[kinds[one]] for one in listed(step.inputs.get("tables", "")) if kinds.get(one) in parts]
+            if mixes_any(step) and step.label not in kinds and known:
+                found[place] = replace(step, config=step.config.model_copy(update={"kind": known[0]}))
+                kinds |= dict.fromkeys([*step.made, step.label], found[place].output)
+                break
+        else:
+            return found
 
 
-def terms_in(config: Config) -> list[Term]:
-    """Return all terms in the rewards of a step."""
-    return [term for rewards in rewards_in(config).values() for term in rewards.terms.values()]
+def mixes_any(step: Node) -> bool:
+    """True for a table of the stage `mix`, whose kind follows from its tables."""
+    return step.stage == "mix" and not step.mixes_input
 
 
-def models_in(config: Config) -> list[str]:
-    """Return the names of the reward models in the terms of a step, and of its independent evaluation, each once."""
-    return list(dict.fromkeys(model for term in terms_in(config) for _, model in models_of(term)))
+# ---------------------------------------------------------------- rounds
 
 
-# ---------------------------------------------------------------- checks and order
+def round_steps(name: str, config: RoundsConfig, others: Collection[str]) -> Iterator[Node]:
+    """Yield the steps of all rounds of `[rounds.<name>]`, with labels such as `<name>/round_1/policy`."""
+    key = f"rounds.{name}"
+    check_rounds(key, config)
+    for number in range(1, config.count + 1):
+        at, before = f"{name}/round_{number}", f"{name}/round_{number - 1}"
+
+        def place(written: str, at: str = at, before: str = before, first: bool = number == 1) -> str:
+            step = written.removeprefix(PREVIOUS)
+            if step != written:
+                return without_prefix(config.start[step]) if first else f"{before}/{step}"
+            return f"{at}/{written}" if written.partition(".")[0] in config.steps else written
+
+        def so_far(step: str, number: int = number) -> list[str]:
+            return [config.start[step], *(f"{name}/round_{one}/{step}" for one in range(1, number))]
+
+        for step, table in config.steps.items():
+            path = f"{key}.steps.{step}"
+            for node in recipe_steps(step, table, {*others, *config.steps}, key=path, place=place, rounds=so_far):
+                label = f"{at}/{node.label}"
+                inputs = {kind: own_mix(names, step, at) for kind, names in node.inputs.items()}
+                last = (f"{name}.{node.label}", label) if number == config.count else ()
+                # Another seed draws other samples and other orders in each round.
+                yield replace(node, label=label, inputs=inputs, names=last, seed=number - 1)
 
 
-def check(steps: Sequence[Step]) -> None:
-    """Raise ValueError for a name that two steps have, and for an input that there is not or that is of another kind."""
-    made = {name: step for step in steps for name in step.made}
-    for step in steps:
-        check_optimization(step, made)
-        check_difficulty(step, made)
-        if not step.key.startswith("recipe."):
-            for name in (
-                {"reference", "reward_models", "teachers", "critic"} & step.inputs.keys()
-                if step.stage in ("dpo", "ppo", *GROUPS)
-                else ()
-            ):
-                for read in listed(step.inputs[name]):  # which a step of the recipe may have made
-                    check_input(step, name, read, made)
-            continue
-        if step.name in RESERVED:
-            raise ValueError(f"{step.key} = {{...}}: this name has another meaning; give the step another one")
-        twin = next((other for other in steps if other is not step and set(other.made) & set(step.made)), None)
-        if twin is not None:
-            rule = f"makes what {twin.key or f'[{twin.name}]'} makes"
-            raise ValueError(f"{step.key} = {{...}}: {rule}; give the step another name")
-        for name, names in step.reads().items():
-            if not names and name not in step.may_be_empty:
-                raise ValueError(explain(f"{step.key}.{name}", "", "names no input", "name a step"))
-        for name, given in step.inputs.items():  # also one that is not read now: a misspelt name would wait there
-            for read in listed(given):
-                check_input(step, name, read, made)
-    check_distillation(steps)
-    used = {name for step in steps for names in step.reads().values() for name in names}
-    for step in steps:
-        if step.key.startswith("recipe.") and step.output is not PolicyRef and used.isdisjoint(step.made):
-            warn_unread(step.key)
+def own_mix(names: Names, step: str, at: str) -> Names:
+    """The name of an input, where a step's own mix has the label of its round."""
+    return f"{at}/{names}" if isinstance(names, str) and names.startswith(f"{step}/") else names
 
 
-def check_optimization(step: Step, made: Mapping[str, Step]) -> None:
-    """Raise ValueError for a critic without a value model, and for an order by difficulties that the prompts come without."""
-    own = isinstance(step.config, PPOConfig)
-    config, path = (step.config, step.path) if own else (getattr(step.config, "ppo", None), f"{step.path}.ppo")
-    if not isinstance(config, PPOConfig):
-        return
-    critic = "".join(listed(step.inputs.get("critic", "")))
-    if critic and not config.uses_values:
-        rule = "there is no value model that could start from it"
-        raise ValueError(explain(f"{path}.critic", critic, rule, 'remove it, or set advantage = "gae"'))
-    prompts = "".join(listed(step.inputs["prompts"]))
-    measured = prompts in made and isinstance(made[prompts].config, PromptsInBand)
-    if config.order == "easy_first" and not measured and prompts in {*made, *PARTS}:
-        rule, remedy = (
-            f"{prompts} come without their difficulty",
-            'read the prompts of a select step with type = "prompts"',
-        )
-        raise ValueError(explain(f"{path}.order", config.order, rule, remedy))
+def check_rounds(key: str, config: RoundsConfig) -> None:
+    """Raise ValueError for a name with `previous` or `all` that is no step, or that `start` does not give."""
+    for step, table in config.steps.items():
+        if step in RESERVED:
+            rule = "this name has another meaning; give the step another one"
+            raise ValueError(f"{key}.steps.{step} = {{...}}: {rule}")
+        for option, value in table:
+            written = (
+                [value] if isinstance(value, (str, AllRounds)) else list(value) if isinstance(value, tuple) else []
+            )
+            written += list(value.keys()) + list(value.values()) if isinstance(value, Mapping) else []
+            for one in written:
+                used = one.all if isinstance(one, AllRounds) else one
+                if not isinstance(used, str) or not (isinstance(one, AllRounds) or used.startswith(PREVIOUS)):
+                    continue
+                used = used.removeprefix(PREVIOUS)
+                if used not in config.steps or used not in config.start:
+                    steps, start = ", ".join(config.steps), ", ".join(config.start) or "nothing"
+                    rule = f"{used} must be a step of the round ({steps}) and a key of start ({start})"
+                    shown = {"all": used} if isinstance(one, AllRounds) else one
+                    raise ValueError(explain(f"{key}.steps.{step}.{option}", shown, rule, "name one that is both"))
 
 
-def check_difficulty(step: Step, made: Mapping[str, Step]) -> None:
-    """Raise ValueError for prompts that are selected by a term that there is not, or by a reward that is normalized."""
-    scored = made.get("".join(listed(step.inputs.get("rollouts", ""))))
-    if not (isinstance(step.config, PromptsInBand) and scored and isinstance(scored.config, ScoreConfig)):
-        return
-    term, rewards = step.config.term, scored.config.rewards
-    known = [*rewards.terms, *(name for name in ("overlong", "truncated") if getattr(rewards, name))]
-    if term and term not in known:
-        rule = f"{scored.path}.rewards have no such term"
-        raise ValueError(explain(f"{step.path}.term", term, rule, nearest(term, known)))
-    if not term and (mover := what_moves_rewards(rewards)):
-        rule, remedy = f"{scored.path}.{mover} changes the reward", "name a term, or remove one of them"
-        raise ValueError(explain(f"{step.path}.term", term, rule, remedy))
+# ---------------------------------------------------------------- order
 
 
-@cache
-def warn_unread(key: str) -> None:
-    """Log once that no step reads what the step at `key` makes."""
-    logger.warning("%s: no other step reads what it makes", key)
-
-
-def check_input(step: Step, name: str, read: str, made: Mapping[str, Step]) -> None:
-    """Raise ValueError unless `read` names an artifact of the kind that the input `name` needs."""
-    option = {"policies": f"weights.{read}", "teachers": f"teachers.{read}"}.get(name, name)
-    option = f"distill.{option}" if name == "teachers" and step.stage == "ppo" else option
-    wanted, key = step.kind(name, read, step.kinds[name]), f"{step.path}.{option}"
-    if read.startswith(STORED) and not re.fullmatch("[0-9a-f]{8,64}", read.removeprefix(STORED)):
-        raise ValueError(explain(key, read, "must be a digest of at least 8 digits", "`rlhf store ls` lists them"))
-    if read.startswith(REGISTERED) and not re.fullmatch(rf"{REGISTERED}[^/@]+(/\d+|@{CHAMPION})?", read):
-        rule = f'must be "{REGISTERED}NAME/VERSION" or "{REGISTERED}NAME@{CHAMPION}"'
-        raise ValueError(explain(key, read, rule, "`rlhf champion NAME` lists the versions"))
-    if read.startswith((STORED, REGISTERED)):
-        return
-    known: dict[str, type[ArtifactRef]] = {**PARTS, **{one: made[one].output for one in made}, CHAMPION: PolicyRef}
-    usable = [one for one, kind in known.items() if issubclass(kind, wanted) and one != step.name]
-    if read not in known:
-        raise ValueError(explain(key, read, "there is no such step", nearest(read, usable)))
-    if not issubclass(known[read], wanted):
-        rule = f"is {title(known[read])}, and {name} must be {title(wanted)}"
-        raise ValueError(explain(key, read, rule, f"name one of {', '.join(usable)}" if usable else "add such a step"))
-
-
-def check_distillation(steps: Sequence[Step]) -> None:
-    """Raise ValueError for a distillation of the recipe without a teacher, with two kinds of them, or with itself."""
-    for step in steps:
-        if step.stage != "distill" or not step.key:
-            continue
-        teacher, teachers = listed(step.inputs["teacher"]), listed(step.inputs["teachers"])
-        if bool(teacher) == bool(teachers):
-            rule = "there is no teacher" if not teacher else "is not read beside teachers, which have the weights"
-            raise ValueError(explain(f"{step.key}.teacher", "".join(teacher), rule, "give teacher or teachers"))
-        for name in (*teacher, *teachers):
-            if name == step.inputs["policy"]:
-                raise ValueError(explain(f"{step.key}.policy", name, "is a teacher, too", "name another student"))
-
-
-def in_order(steps: Sequence[Step]) -> list[Step]:
+def in_order(steps: Sequence[Node]) -> list[Node]:
     """Return the steps in an order in which each comes after those that it reads, and else in the given one.
 
     Raises ValueError for a cycle.
     """
     makers = {name: step for step in steps for name in step.made}
-    waiting, ordered = list(steps), list[Step]()
+    waiting, ordered = list(steps), list[Node]()
     while waiting:
         ready = (step for step in waiting if not any(maker in waiting for maker in read_steps(step, makers)))
         first = next(ready, None)
         if first is None:
             names = cycle(waiting, makers)
             raise ValueError(
-                f"recipe.{names[0]} = {{...}}: {' -> '.join(names)} is a cycle; change an input of one of them"
+                f"{makers[names[0]].path} = {{...}}: {' -> '.join(names)} is a cycle; change an input of one of them"
             )
         waiting.remove(first)
         ordered.append(first)
     return ordered
 
 
-def read_steps(step: Step, makers: Mapping[str, Step]) -> list[Step]:
+def read_steps(step: Node, makers: Mapping[str, Node]) -> list[Node]:
     """Return the steps that a step reads from."""
     return [makers[name] for names in step.reads().values() for name in names if name in makers]
 
 
-def cycle(steps: Sequence[Step], makers: Mapping[str, Step]) -> list[str]:
+def cycle(steps: Sequence[Node], makers: Mapping[str, Node]) -> list[str]:
     """Return the names along a cycle among `steps`, all of which read another one of them; first and last are the same."""
     path = [steps[0]]
     while path[-1] not in path[:-1]:
         path.append(next(maker for maker in read_steps(path[-1], makers) if maker in steps))
-    return [step.name for step in path[path.index(path[-1]) :]][::-1]
+    return [step.label for step in path[path.index(path[-1]) :]][::-1]
 
 
-def drawn(steps: Sequence[Step]) -> Iterator[str]:
+def drawn(steps: Sequence[Node]) -> Iterator[str]:
     """Yield a line for each step with what it reads: the graph as `rlhf plan` shows it."""
-    width = max((len(step.name) for step in steps), default=0)
+    width = max((len(step.label) for step in steps), default=0)
     for step in steps:
         read = dict.fromkeys(name for names in step.reads().values() for name in names)
-        yield f"{step.name:<{width}} <- {', '.join(read) or 'outside'} ({step.stage})"
+        yield f"{step.label:<{width}} <- {', '.join(read) or 'outside'} ({step.stage})"

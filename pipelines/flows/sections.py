@@ -1,13 +1,14 @@
-"""Define the sections of a profile that combine stages or name the artifacts that their stage starts from, and `[recipe.NAME]`."""
+"""Define the sections of a profile that combine stages or name the artifacts that their stage starts from."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeAlias, get_args
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field, model_validator
 
-from rlhf_core.config.engines import PretrainedModel
-from rlhf_core.config.policy import PPOConfig, check_best, refuse_exports
+from rlhf_core.config.exports import refuse_exports
+from rlhf_core.config.models import PretrainedModel
+from rlhf_core.config.policy import PPOConfig, check_best
 from rlhf_core.config.teachers import TeacherName
 from rlhf_core.schema.base import OPERATIONAL, Config, added_option
 from stages.config.collect_preferences import CollectPreferencesConfig
@@ -18,16 +19,11 @@ from stages.config.evaluate import EvaluateConfig
 from stages.config.evaluate_harness import HarnessSuite
 from stages.config.evaluate_suite import AnswerSuite, PassAtKSuite
 from stages.config.generate import GenerateConfig
-from stages.config.import_policy import ImportPolicyConfig
-from stages.config.import_reward_model import ImportRewardModelConfig
-from stages.config.merge import MergeConfig
-from stages.config.process_reward_model import ProcessRewardModelConfig
 from stages.config.propose_comparisons import ProposeComparisonsConfig
 from stages.config.reward_model import Member, RewardModelConfig
 from stages.config.score import ScoreConfig
-from stages.config.select import BestOfN, Pairs, PromptsInBand, SelectConfig, Threshold, TopK
+from stages.config.select import SelectConfig, check_one_policy
 from stages.config.sft import SFTConfig
-from stages.config.synthesize import SynthesizeConfig
 
 Start = Literal["base", "sft", "rejection_sampling", "dpo", "iterative_dpo"]
 Teacher = Literal["sft", "rejection_sampling", "dpo", "iterative_dpo", "ppo"]
@@ -127,6 +123,8 @@ class IterativeDPORounds(Config):
     @model_validator(mode="after")
     def _check_keep_best(self) -> IterativeDPORounds:
         check_best("select.eval_fraction", self.select.eval_fraction, {"dpo.loop": self.dpo.loop})
+        refuse_exports({"dpo": self.dpo})
+        check_one_policy(self.select)
         return self
 
 
@@ -172,7 +170,7 @@ class OnlineRounds(Config):
             )
         loops = {"dpo.loop": self.dpo.loop} if self.dpo else {}
         check_best("collect.eval_fraction", self.collect.eval_fraction, loops)
-        refuse_exports({"ppo": self.ppo})
+        refuse_exports({"dpo": self.dpo, "ppo": self.ppo})
         return self
 
 
@@ -281,220 +279,3 @@ class EvaluationConfig(Config):
                     f"{samples}; raise samples_per_prompt in the suite's generate (or evaluate.best_of)"
                 )
         return self
-
-
-# ---------------------------------------------------------------- the tables of a recipe
-
-# An input names a step, a part of `prepare_data` (`base`, `prompts`, ...), an artifact of the store by its digest (`store:3fa9c1d2`)
-# or the registered `champion`. Neither `stage` nor the names enter a key: the digests of the inputs do.
-
-Name: TypeAlias = Annotated[str, OPERATIONAL]
-"""The name of an input; "" for the one that the text of its field describes."""
-Names: TypeAlias = Annotated[tuple[str, ...] | dict[str, str], OPERATIONAL]
-"""Several inputs: a list of names, or a table of names by the name that the stage uses."""
-
-
-class ImportPolicyStep(ImportPolicyConfig):
-    """A policy from outside."""
-
-    stage: Annotated[Literal["import_policy"], OPERATIONAL]
-
-
-class ImportRewardModelStep(ImportRewardModelConfig):
-    """A reward model from outside."""
-
-    stage: Annotated[Literal["import_reward_model"], OPERATIONAL]
-    policy: Name = "base"
-    """The policy whose tokens the model has to know."""
-
-
-class SFTStep(SFTConfig):
-    """Supervised fine-tuning."""
-
-    stage: Annotated[Literal["sft"], OPERATIONAL]
-    policy: Name
-    demonstrations: Name = "demonstrations"
-
-
-class RewardModelStep(RewardModelSection):
-    """Training of a reward model, or of several (`ensemble`)."""
-
-    stage: Annotated[Literal["reward_model"], OPERATIONAL]
-    policy: Name
-    """The policy whose weights training starts from."""
-    preferences: Name = "preferences"
-
-
-class ProcessRewardModelStep(ProcessRewardModelConfig):
-    """Training of a reward model that scores the steps of an answer."""
-
-    stage: Annotated[Literal["process_reward_model"], OPERATIONAL]
-    policy: Name
-    steps: Name = "steps"
-
-
-class DPOStep(DPOConfig):
-    """Preference optimization on pairs."""
-
-    stage: Annotated[Literal["dpo"], OPERATIONAL]
-    policy: Name
-    reference: Name = ""
-    """The reference policy; if empty, the policy that training starts from."""
-    preferences: Name = "preferences"
-
-
-class PPOStep(PPOConfig):
-    """Policy optimization on rewards."""
-
-    stage: Annotated[Literal["ppo"], OPERATIONAL]
-    policy: Name
-    reference: Name = ""
-    """The reference policy; if empty, the policy that training starts from."""
-    prompts: Name = "prompts"
-    reward_models: Names = ()
-    """The reward models; if empty, those that the terms of `rewards` name."""
-    demonstrations: Name = "demonstrations"
-    """Demonstrations for `ptx`."""
-    critic: Name = added_option("")
-    """The policy or reward model whose weights the value model starts from; if empty, a reward model, or else the policy."""
-
-
-class DistillStep(DistillConfig):
-    """Distillation of one or several teachers, which `teachers` names with their weights, into the student `policy`."""
-
-    stage: Annotated[Literal["distill"], OPERATIONAL]
-    policy: Name
-    teacher: Name = ""
-    """The teacher, if there are no `teachers` with weights; one or the other."""
-    demonstrations: Name = "demonstrations"
-    prompts: Name = "prompts"
-
-
-class MergeStep(MergeConfig):
-    """The merge of several policies, which `weights` names, into one."""
-
-    stage: Annotated[Literal["merge"], OPERATIONAL]
-    base: Name = ""
-    """The policy that they started from, for methods that merge changes."""
-
-
-class GenerateStep(GenerateConfig):
-    """Sampling of answers."""
-
-    stage: Annotated[Literal["generate"], OPERATIONAL]
-    policy: Name
-    prompts: Name = "prompts"
-
-
-class SynthesizeStep(SynthesizeConfig):
-    """Demonstrations or prompts that a policy, or a model at a server, writes from prompts."""
-
-    stage: Annotated[Literal["synthesize"], OPERATIONAL]
-    policy: Name = "base"
-    """The policy that is asked, if there is no `server`."""
-    prompts: Name = "prompts"
-
-
-class ScoreStep(ScoreConfig):
-    """Rewards for answers."""
-
-    stage: Annotated[Literal["score"], OPERATIONAL]
-    generations: Name
-    reward_models: Names = ()
-    """The reward models; if empty, those that the terms of `rewards` name."""
-
-
-class SelectInputs(Config):
-    """The stage and the input of every selection."""
-
-    stage: Annotated[Literal["select"], OPERATIONAL]
-    rollouts: Name
-
-
-class BestOfNStep(BestOfN, SelectInputs):
-    """The best answer to each prompt, as demonstrations."""
-
-
-class TopKStep(TopK, SelectInputs):
-    """The k best different answers to each prompt, as demonstrations."""
-
-
-class ThresholdStep(Threshold, SelectInputs):
-    """All different answers with at least a given reward, as demonstrations."""
-
-
-class PairsStep(Pairs, SelectInputs):
-    """One preferred and one rejected answer per prompt, as preferences."""
-
-
-class OwnAnswersInputs(Config):
-    """The inputs of every step that learns from a policy's own answers."""
-
-    policy: Name
-    prompts: Name = "prompts"
-    reward_models: Names = ()
-    """The reward models; if empty, those that the terms of `score.rewards` name."""
-
-
-class RejectionSamplingStep(RejectionSamplingConfig, OwnAnswersInputs):
-    """Fine-tuning on the best of a policy's own answers."""
-
-    stage: Annotated[Literal["rejection_sampling"], OPERATIONAL]
-
-
-class ConditionalSFTStep(ConditionalSFTConfig, OwnAnswersInputs):
-    """Fine-tuning on a policy's own answers, conditioned on their rewards."""
-
-    stage: Annotated[Literal["conditional_sft"], OPERATIONAL]
-
-
-class IterativeDPOStep(IterativeDPORounds, OwnAnswersInputs):
-    """Rounds of DPO on pairs of a policy's own answers."""
-
-    stage: Annotated[Literal["iterative_dpo"], OPERATIONAL]
-
-
-class OnlineStep(OnlineRounds):
-    """Rounds of judgments, a refreshed reward model and optimization; `NAME_1`, `NAME_2`, ... are their policies."""
-
-    stage: Annotated[Literal["online"], OPERATIONAL]
-    policy: Name
-    """The first policy, which is also the reference of all rounds."""
-    reward_start: Name = ""
-    """The policy whose weights the reward models start from; if empty, the first policy."""
-    first_reward_model: Name = "reward_model"
-    """The reward model of the first round."""
-    preferences: Name = "preferences"
-    """Pairs that are there before the first round; "" for none."""
-    prompts: Name = "prompts"
-    demonstrations: Name = "demonstrations"
-    """Demonstrations for `ppo.ptx`."""
-
-
-class PromptsInBandStep(PromptsInBand, SelectInputs):
-    """The prompts that are neither too easy nor too hard."""
-
-
-SelectStep: TypeAlias = Annotated[
-    BestOfNStep | TopKStep | ThresholdStep | PairsStep | PromptsInBandStep, Field(discriminator="type")
-]
-RecipeStep: TypeAlias = Annotated[
-    ImportPolicyStep
-    | ImportRewardModelStep
-    | SFTStep
-    | RewardModelStep
-    | ProcessRewardModelStep
-    | DPOStep
-    | PPOStep
-    | DistillStep
-    | MergeStep
-    | GenerateStep
-    | SynthesizeStep
-    | ScoreStep
-    | SelectStep
-    | RejectionSamplingStep
-    | ConditionalSFTStep
-    | IterativeDPOStep
-    | OnlineStep,
-    Field(discriminator="stage"),
-]

@@ -21,20 +21,27 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+import prefect
 import psutil
 from prefect import Flow
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterTags
 from prefect.runner import Runner
 from prefect.runner import _scheduled_run_poller as poller
 from pydantic import BaseModel
 
-from pipelines.flows.profile import PipelineConfig, load_profile
+from pipelines.execution.plan import DIGITS
+from pipelines.flows.profile import PipelineConfig, load_profile, shipped_profiles
 from pipelines.flows.profile_text import as_table
 from pipelines.prefect_flows import pipeline_flows, stage_flows, waiting
 from pipelines.prefect_flows.own_deployments import claim, declare, own_deployments
 from pipelines.prefect_flows.waiting import keep_resuming
-from pipelines.services.flow_runs import PIPELINE_TAG, STAGE_TAG, interrupt, reconcile
+from pipelines.services.flow_runs import PIPELINE_TAG, STAGE_TAG, home_tag, interrupt, reconcile
 from pipelines.services.home import Home
+from rlhf_core.processes.identity import user_name
 from rlhf_core.stage.stopping import terminations
+from rlhf_core.store.fingerprint import hash_file, sha256_text
+from rlhf_core.store.layout import read_json, write_json
 from stages.table import STAGES
 
 logger = logging.getLogger(__name__)
@@ -108,6 +115,39 @@ def section_of(profile: PipelineConfig, path: str) -> BaseModel | None:
         section = None if section is None else getattr(section, name)
     found: BaseModel | None = section
     return found
+
+
+def register(runner: Runner, home: Home) -> None:
+    """Let the runner serve the deployments. Those that this version of the program has made before are not made again."""
+    version, note = _version(home), home.root / "deployments.json"
+    wanted = DeploymentFilter(tags=DeploymentFilterTags(all_=[home_tag(home)]))
+    with get_client(sync_client=True) as client:
+        found = {
+            one.name: one.id for one in client.read_deployments(deployment_filter=wanted) if one.version == version
+        }
+    kept = read_json(note)
+    if kept is not None and kept["version"] == version and found.keys() >= set(kept["names"]):
+        for name in kept["names"]:
+            runner._deployment_registry.register_deployment(found[name], name)
+        return
+    made = deployments()
+    for one in made:
+        one.version = version
+        runner.add_deployment(claim(one, home))
+    write_json(note, {"version": version, "names": [one.name for one in made]})
+
+
+def _version(home: Home) -> str:
+    """A digest of all that the deployments of a state folder are made from: the program, the shipped profiles, the user."""
+    package = Path(__file__).parents[1]
+    folders = (package, package.with_name("rlhf_core"), package.with_name("stages"), shipped_profiles())
+    files = [
+        f"{path} {hash_file(path)}"
+        for folder in folders
+        for path in sorted(folder.rglob("*.[pt][yo]*"))
+        if path.suffix in (".py", ".toml")
+    ]
+    return sha256_text("\n".join([prefect.__version__, home.identity, user_name(), *files]))[:DIGITS]
 
 
 def _settings(profile: PipelineConfig) -> dict[str, Any]:
@@ -222,11 +262,11 @@ def main(mark: Path) -> None:
     logging.basicConfig(format="%(asctime)s %(message)s")
     if signal.SIGHUP in terminations():
         signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
+    home = Home.here()
     reconcile()
-    runner = InterruptingRunner(Home.here())
-    for deployment in deployments():
-        runner.add_deployment(claim(deployment))
-    keep_true(Home.here())
+    runner = InterruptingRunner(home)
+    register(runner, home)
+    keep_true(home)
     asyncio.run(_serve(runner, mark))
 
 

@@ -40,15 +40,16 @@ def declare(flow: Flow[..., Any], name: str, parameters: dict[str, Any], *tags: 
     )
 
 
-def claim(deployment: Any) -> Any:
+def claim(deployment: Any, home: Home) -> Any:
     """Return a deployment with the tags of state folder and user; its runs inherit them, and are ours before they start."""
-    deployment.tags = [*deployment.tags, home_tag(Home.here()), f"user:{user_name()}"]
+    deployment.tags = [*deployment.tags, home_tag(home), f"user:{user_name()}"]
     return deployment
 
 
 def of_kept_profile(name: str, digest: str, tags: Collection[str]) -> Any:
     """Return the deployment of a profile that this state folder keeps, and whose runs its services start."""
-    return claim(declare(full, name, {"profile": digest}, PIPELINE_TAG, OWN_TAG, *tags, version=digest[:DIGITS]))
+    made = declare(full, name, {"profile": digest}, PIPELINE_TAG, OWN_TAG, *tags, version=digest[:DIGITS])
+    return claim(made, Home.here())
 
 
 def in_pool(name: str, digest: str, table: Mapping[str, Any], pool: str, config: PipelineConfig) -> Any:

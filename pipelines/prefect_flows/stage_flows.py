@@ -14,20 +14,22 @@ from pydantic import Field
 from pipelines.execution.executor import RunOptions
 from pipelines.execution.gates import champion_for
 from pipelines.execution.opening import store_of
+from pipelines.flows.full import artifact, run_nodes
 from pipelines.flows.graph import GivenInput, Stages
 from pipelines.flows.inputs import find_artifact
-from pipelines.flows.own_answers import condition_and_imitate, iterate_dpo, sample_and_imitate
+from pipelines.flows.nodes import Names, Node, expand
 from pipelines.flows.profile import PipelineConfig
 from pipelines.flows.sections import ConditionalSFTConfig, IterativeDPOConfig, RejectionSamplingConfig
 from pipelines.prefect_flows.pipeline_flows import run_served
 from pipelines.services.flow_runs import FLOW_NAME
 from pipelines.services.home import Home
-from rlhf_core.config.engines import RuntimeConfig
+from rlhf_core.config.runtime import RuntimeConfig
 from rlhf_core.schema.base import Config
 from rlhf_core.types import ArtifactRef, ModelRef, PolicyRef, PromptsRef
 from stages.config.prepare_data import PrepareDataConfig
 from stages.config.publish import PublishConfig
-from stages.table import STAGES, Stage
+from stages.declaration import Stage
+from stages.table import STAGES
 
 R = TypeVar("R", bound=ArtifactRef)
 
@@ -108,12 +110,7 @@ def rejection_sampling(
 ) -> dict[str, str]:
     """Sample and score answers, keep the best, and fine-tune on them."""
 
-    def body(stages: Stages, find: Find) -> PolicyRef:
-        models = find.all(ModelRef, reward_models)
-        name = "rejection_sampling"
-        return sample_and_imitate(config, stages, name, find(PolicyRef, policy), find(PromptsRef, prompts), models)
-
-    return _run(settings, "rejection_sampling/sft", body)
+    return _run_group("rejection_sampling", config, settings, "rejection_sampling/sft", policy, prompts, reward_models)
 
 
 @flow(name=FLOW_NAME, flow_run_name="conditional_sft", persist_result=False)
@@ -126,14 +123,7 @@ def conditional_sft(
 ) -> dict[str, str]:
     """Sample and score answers, add the score to each prompt, and fine-tune on all of them."""
 
-    def body(stages: Stages, find: Find) -> PolicyRef:
-        models = find.all(ModelRef, reward_models)
-        name = "conditional_sft"
-        return condition_and_imitate(config, stages, name, find(PolicyRef, policy), find(PromptsRef, prompts), models)[
-            0
-        ]
-
-    return _run(settings, "conditional_sft/sft", body)
+    return _run_group("conditional_sft", config, settings, "conditional_sft/sft", policy, prompts, reward_models)
 
 
 @flow(name=FLOW_NAME, flow_run_name="iterative_dpo", persist_result=False)
@@ -146,12 +136,7 @@ def iterative_dpo(
 ) -> dict[str, str]:
     """Run rounds of generate, score, pair, dpo. `policy` replaces `config.start_from`."""
 
-    def body(stages: Stages, find: Find) -> PolicyRef:
-        models = find.all(ModelRef, reward_models)
-        name = "iterative_dpo"
-        return iterate_dpo(config, stages, name, find(PolicyRef, policy), find(PromptsRef, prompts), models)
-
-    return _run(settings, "iterative_dpo/round_1/dpo", body)
+    return _run_group("iterative_dpo", config, settings, "iterative_dpo/round_1/dpo", policy, prompts, reward_models)
 
 
 # ---------------------------------------------------------------- shared helpers
@@ -169,9 +154,9 @@ class Find:
     def input(self, stage: Stage[..., Any], name: str, named: str | Mapping[str, str]) -> GivenInput:
         """Return the input that the form names for `name` of a stage; None for an optional input without a name."""
         row = stage.inputs[name]
-        if isinstance(named, str):
-            return None if row.optional and not named else self(row.kind, named)
-        return self.all(row.kind, named)
+        if row.optional and not named:
+            return None
+        return self(row.kind, named) if isinstance(named, str) else self.all(row.kind, named)
 
     def champion(self, config: PublishConfig, policy: GivenInput) -> PolicyRef | None:
         """Return the champion that the policy has to beat if the configuration has a challenge, as the pipelines do."""
@@ -181,6 +166,23 @@ class Find:
     def all(self, kind: type[R], names: Mapping[str, str]) -> dict[str, R]:
         """Return the artifacts for a table of names, under the same keys."""
         return {key: self(kind, name) for key, name in names.items()}
+
+
+def _run_group(
+    name: str, config: Config, settings: Settings, label: str, policy: str, prompts: str, models: Mapping[str, str]
+) -> dict[str, str]:
+    """Run the nodes of a group on artifacts that the form names."""
+
+    def body(stages: Stages, find: Find) -> PolicyRef:
+        given = {"policy": find(PolicyRef, policy), "prompts": find(PromptsRef, prompts), **find.all(ModelRef, models)}
+        inputs: dict[str, Names] = {
+            "policy": "policy",
+            "prompts": "prompts",
+            "reward_models": {model: model for model in models},
+        }
+        return artifact(name, PolicyRef, run_nodes(expand(Node(name, name, config, inputs)), stages, given))
+
+    return _run(settings, label, body)
 
 
 def _run(settings: Settings, label: str, body: Callable[[Stages, Find], ArtifactRef]) -> dict[str, str]:

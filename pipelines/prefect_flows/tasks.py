@@ -18,7 +18,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter
 from prefect.client.schemas.objects import State
 from prefect.concurrency.sync import concurrency
-from prefect.context import FlowRunContext
+from prefect.context import FlowRunContext, TagsContext
 from prefect.events.worker import EventsWorker
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, PREFECT_UI_URL, temporary_settings
 from prefect.states import Cancelled, Completed
@@ -83,7 +83,10 @@ def run_in_flow(run: PipelineRun, pipeline: Pipeline) -> dict[str, ArtifactRef]:
     name = run_name(context.flow_run.name, run.context.options.overrides, str(context.flow_run.id))
     rename(context.flow_run, name)
     show_plan([(stage.label, stage.decision) for stage in run.planned])
-    with time_limit(run.context.config.runtime.time_limit_s), on_signals():
+    # A task with tags asks the server for a slot of each tag. On SQLite that request collides with the events of the
+    # task before, and the client tries again after two seconds. The tags are meant for the flow run only.
+    untagged = TagsContext(current_tags=set())
+    with time_limit(run.context.config.runtime.time_limit_s), on_signals(), untagged:
         runner = TaskRunner(run)
         links = _links(context.flow_run.id, name)
         try:

@@ -269,7 +269,8 @@ class Home:
     @property
     def prefect_auth_string(self) -> str:
         """Return the auth string that our Prefect server requires of every request; created at the first call."""
-        return _read_or_create(self.prefect_auth, lambda: f"rlhf:{secrets.token_urlsafe(32)}")
+        # 144 bits, so that the link that signs a browser in fits into a line of 80 columns.
+        return _read_or_create(self.prefect_auth, lambda: f"rlhf:{secrets.token_urlsafe(18)}")
 
     @property
     def serving(self) -> Path:

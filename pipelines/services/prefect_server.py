@@ -41,6 +41,8 @@ def app() -> Door:
             await HTMLResponse(_SIGN_IN_PAGE)(scope, receive, send)
         elif scope["type"] == "websocket":
             await prefect(scope, _first_message_in_time(receive), send)
+        elif scope["type"] == "lifespan":
+            await prefect(scope, receive, _shown_failure(send))
         else:
             await prefect(scope, receive, send)
 
@@ -74,6 +76,17 @@ def _first_message_in_time(receive: Receive) -> Receive:
             return {"type": "websocket.disconnect", "code": 1008}
 
     return timed
+
+
+def _shown_failure(send: Send) -> Send:
+    """`send` of the start, which prints the reason of a failure: our settings of Prefect's log silence uvicorn's."""
+
+    async def shown(message: Message) -> None:
+        if message["type"] == "lifespan.startup.failed":
+            sys.stderr.write(message.get("message", ""))
+        await send(message)
+
+    return shown
 
 
 def _is_open(scope: Scope) -> bool:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from pipelines.services.handover import kept_prefect
 from pipelines.services.home import Home, has_prefect_database
 from pipelines.services.links import update_links
 from pipelines.services.running import ServiceError, proven, running
@@ -78,8 +79,8 @@ def some_prefect(home: Home) -> Iterator[bool]:
         if not proven(services.health["prefect"], home.prefect_auth_string):
             rule = "does not answer; if it hangs, it is restarted within a minute or two"
             raise ServiceError(f"{services.prefect_url}: {rule}; read the logs in {home.logs}")
-        os.environ.update(services.environment(home))
-        yield True
+        with kept_prefect(home, services):
+            yield True
         return
     with private_server(home) as server:
         os.environ.update(server.environment)

@@ -3,6 +3,7 @@
 import hmac
 import http.client
 import json
+import re
 import secrets
 import socket
 import subprocess
@@ -18,7 +19,7 @@ from urllib.parse import urlsplit
 from pipelines.services.home import LOOPBACK, Home, client_environment, has_prefect_database
 from rlhf_core.errors import RlhfError
 from rlhf_core.http.door import NONCE, PROOF, proof
-from rlhf_core.secrets.redaction import shown
+from rlhf_core.secrets.redaction import shown, without_secrets
 from rlhf_core.store.leases import is_gone
 from rlhf_core.tracking.mlflow_client import TRAINING, from_tags
 
@@ -26,6 +27,7 @@ from rlhf_core.tracking.mlflow_client import TRAINING, from_tags
 
 ANSWER_TIMEOUT_S = 5.0  # of one health check
 
+_ERROR = re.compile(r"[A-Za-z_][\w.]*(Error|Exception)\w*: ")  # the last line of a traceback
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """Opener without proxies: our services are on this machine, which a network proxy cannot reach."""
 
@@ -88,10 +90,17 @@ def await_health(url: str, key: str, process: subprocess.Popen[bytes], timeout_s
     deadline = time.monotonic() + timeout_s
     while not proven(url, key):
         if process.poll() is not None:
-            raise ServiceError(f"{url}: its process ended with status {process.returncode}; read {log}")
+            raise ServiceError(f"{url}: its process ended with status {process.returncode}{_reason(log)}; read {log}")
         if time.monotonic() > deadline:
-            raise ServiceError(f"{url}: no answer after {timeout_s:.0f} s; read {log}")
+            raise ServiceError(f"{url}: no answer after {timeout_s:.0f} s{_reason(log)}; read {log}")
         time.sleep(0.1)
+
+
+def _reason(log: Path) -> str:
+    """The last error in a log, such as a damaged database, in parentheses; empty if the log has none."""
+    text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
+    errors = [line for line in text.splitlines() if _ERROR.match(line)]
+    return f" ({without_secrets(errors[-1])[:300]})" if errors else ""
 
 
 # ---------------------------------------------------------------- running
@@ -110,6 +119,8 @@ class Services:
     """Address of the API of the user's own Prefect server, used instead of ours. It must not be printed as it is."""
     mlflow_uri: str = ""
     """Address of the user's own MLflow server, used instead of ours. It must not be printed as it is."""
+    handover: str = ""
+    """Socket file at which runs get a copy of the Prefect server's socket (`pipelines.services.handover`)."""
     shared_database: bool = field(default_factory=has_prefect_database)
     """Whether our Prefect server uses a database that the user set, in which others may have runs too."""
 

@@ -99,12 +99,12 @@ class Child:
             stop_process(self.process, patience_s=KILL_AFTER_S)
 
 
-def keep_alive(child: Child, stop: threading.Event) -> None:
-    """Restart `child` whenever it ends or hangs, until `stop` is set. It must have been started and answered before.
+def keep_alive(child: Child, stop: threading.Event, *, answered: bool = True) -> None:
+    """Restart `child` whenever it ends or hangs, until `stop` is set. `answered` is whether it has worked since its start.
 
     The pauses grow if it ends before it has answered again.
     """
-    pause_s, answered = LOOK_EVERY_S, True
+    pause_s = LOOK_EVERY_S
     while (ailment := _ailment(child, stop, answered=answered)) is not None:
         answered, trouble = ailment
         pause_s = LOOK_EVERY_S if answered else min(2 * pause_s, LONGEST_PAUSE_S)
@@ -220,12 +220,15 @@ def up(home: Home, *, foreground: bool) -> Services:
     except KeyboardInterrupt:
         down(home)
         raise
-    if not settled or not _ready(home):
-        raise ServiceError(
-            f"rlhf up: Prefect, MLflow or the deployments did not start; read the logs in {home.logs}, then clean up with `rlhf down`"
-        )
     services = running(home)
-    assert services is not None
+    if services is None:
+        raise ServiceError(f"rlhf up: a service ended while it started; read the logs in {home.logs}")
+    if not settled:
+        late = [name for name, url in services.health.items() if not proven(url, home.prefect_auth_string)]
+        late += [] if services.ready else ["the deployments"]
+        rule = f"{', '.join(late)}: not ready after {UP_TIMEOUT_S:.0f} s, and still starting"
+        remedy = f"`rlhf up` waits again, the logs are in {home.logs}, `rlhf down` stops everything"
+        raise ServiceError(f"rlhf up: {rule}; {remedy}")
     return services
 
 
@@ -283,6 +286,8 @@ def states(home: Home, services: Services) -> dict[str, bool]:
 
 # ---------------------------------------------------------------- a server for one run
 
+PRIVATE_LOG = "prefect_run.log"
+
 
 @dataclass
 class PrivateServer:
@@ -315,24 +320,27 @@ def private_server(home: Home) -> Iterator[PrivateServer]:
     check_databases()
     home.make()
     listener = bound_port(PREFECT_PORT)
-    log = home.logs / "prefect_run.log"
-    log.unlink(missing_ok=True)
-    environment = client_environment(home, prefect_port=port_of(listener))
+    (home.logs / PRIVATE_LOG).unlink(missing_ok=True)
+    server = server_at(home, listener, client_environment(home, prefect_port=port_of(listener)))
+    server.child.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+def server_at(home: Home, listener: socket.socket, environment: dict[str, str]) -> PrivateServer:
+    """A Prefect server of this run at a bound socket, not yet started."""
     url, auth = f"http://{LOOPBACK}:{port_of(listener)}", environment[AUTH]
     child = Child(
         "the Prefect server of this run",
         prefect_command(listener),
         os.environ | environment | SAFE_PATH,
         lambda: proven(f"{url}/api/health", auth),
-        log,
+        home.logs / PRIVATE_LOG,
         listener=listener,
     )
-    child.start()
-    server = PrivateServer(child, url, environment, threading.Event())
-    try:
-        yield server
-    finally:
-        server.stop()
+    return PrivateServer(child, url, environment, threading.Event())
 
 
 # ---------------------------------------------------------------- commands

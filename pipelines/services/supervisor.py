@@ -5,6 +5,7 @@ A service that dies is restarted within seconds, one that hangs within about a m
 starts new ones.
 """
 
+import contextlib
 import logging
 import os
 import signal
@@ -12,16 +13,16 @@ import socket
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+from pipelines.services.handover import offered
 from pipelines.services.home import Home, remote_tracking_uri
 from pipelines.services.running import (
     MLFLOW_PORT,
     PREFECT_PORT,
+    ServiceError,
     Services,
-    await_health,
     bound_port,
     is_free,
     port_of,
@@ -31,8 +32,9 @@ from pipelines.services.running import (
     wait_for,
 )
 from pipelines.services.servers import (
+    LOOK_EVERY_S,
     SAFE_PATH,
-    SERVER_TIMEOUT_S,
+    START_TIMEOUT_S,
     Child,
     forget,
     keep_alive,
@@ -50,6 +52,7 @@ DEPLOYED_MARK = "deployments.ready"
 """File that the deployments touch as long as they work."""
 BEAT_LATE_S = 15.0  # without a sign of life, after which the deployments count as hung
 LAST_TIMEOUT_S = 20.0  # until the ports are free again
+START_LOOK_S = 0.2
 DEPLOYMENTS_PATIENCE_S = 32.0
 """Seconds for the deployments to end: running flows save first."""
 
@@ -70,19 +73,22 @@ def supervise(home: Home) -> None:
     mark.unlink(missing_ok=True)
     servers, deployments = _children(home, services, listeners, mark)
     keepers: list[threading.Thread] = []
+    offer = contextlib.ExitStack()
     try:
-        _start(servers, services.health, home.prefect_auth_string, deployments, mark, stop)
+        if "prefect" in listeners:
+            services = replace(services, handover=offer.enter_context(offered(listeners["prefect"])))
+            services.write(home)
+        _start(servers, keepers, stop)
+        _start([deployments], keepers, stop)
         if not stop.is_set():
             replace(services, ready=True).write(home)
             logger.warning("ready: Prefect %s, MLflow %s", services.prefect_url, services.mlflow_url)
-        keepers = [threading.Thread(target=keep_alive, args=(child, stop)) for child in (*servers, deployments)]
-        for keeper in keepers:
-            keeper.start()
         stop.wait()
     finally:
         stop.set()
         for keeper in keepers:
             keeper.join()
+        offer.close()  # a run that begins now starts a server of its own
         for child in [deployments, *servers]:  # the deployments first: they record the runs that they interrupt
             child.stop()
         mark.unlink(missing_ok=True)
@@ -133,6 +139,8 @@ def _children(
     command = [sys.executable, "-P", "-m", "pipelines.prefect_flows.deployments", str(mark)]
     log = home.logs / "deployments.log"
     deployments = Child("deployments", command, environment, lambda: _beats(mark), log, DEPLOYMENTS_PATIENCE_S)
+    if "prefect" in listeners:  # if the supervisor is killed, no other program gets the port before they have ended
+        deployments.listener = listeners["prefect"].dup()
     return servers, deployments
 
 
@@ -143,23 +151,27 @@ def _beats(mark: Path) -> bool:
         return False
 
 
-def _start(
-    servers: list[Child], health: dict[str, str], auth: str, deployments: Child, mark: Path, stop: threading.Event
-) -> None:
-    for child in servers:
+def _start(children: list[Child], keepers: list[threading.Thread], stop: threading.Event) -> None:
+    """Start services, keep them alive, and wait until all of them work or `stop` is set.
+
+    Raises ServiceError if one ends before it has worked. One that is late stays, and is restarted if it hangs.
+    """
+    for child in children:
         child.start()
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(_await, servers, health.values(), [auth] * len(servers)))
-    deployments.start()
-    deadline = time.monotonic() + SERVER_TIMEOUT_S
-    while not mark.exists() and not stop.wait(0.1):
-        if deployments.dead() or time.monotonic() > deadline:
-            raise RuntimeError(f"the deployments were not served; read {deployments.log}")
-
-
-def _await(child: Child, health: str, auth: str) -> None:
-    assert child.process is not None
-    await_health(health, auth, child.process, SERVER_TIMEOUT_S, child.log)
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while (late := [child for child in children if not child.well()]) and not stop.wait(START_LOOK_S):
+        for child in late:
+            if child.dead():
+                raise ServiceError(f"{child.name}: ended while it started; read {child.log}")
+        if time.monotonic() > deadline:
+            logger.warning("%s: late, still starting; read %s", late[0].name, late[0].log)
+            break
+    for child in children:
+        keeper = threading.Thread(target=keep_alive, args=(child, stop), kwargs={"answered": child not in late})
+        keepers.append(keeper)
+        keeper.start()
+    while not all(child.well() for child in late) and not stop.wait(LOOK_EVERY_S):
+        continue
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 from pipelines.services.home import API_URL, AUTH, LOOPBACK, Home, client_environment, has_prefect_database, prefect_api
-from pipelines.services.running import ServiceError, answered, is_free, running
+from pipelines.services.running import ServiceError, answered, is_free, proven, running
 from rlhf_core.errors import distrust
 from rlhf_core.secrets.redaction import shown, without_secrets
 
@@ -94,11 +94,13 @@ OWN = "of the state folder"
 
 
 def tracking_uri(home: Home) -> str:
-    """Return the address of the user's own MLflow server, of that of `rlhf up`, or of the database itself."""
+    """The address of the user's own MLflow server, of that of `rlhf up` while it proves itself, or of the database."""
     if os.environ.get("MLFLOW_TRACKING_URI"):
         return os.environ["MLFLOW_TRACKING_URI"]
     services = running(home)
-    return services.tracking_uri if services is not None and services.ready else home.mlflow_uri
+    if services is None or not (services.mlflow_uri or proven(services.health["mlflow"], home.prefect_auth_string)):
+        return home.mlflow_uri
+    return services.tracking_uri
 
 
 def tracking_place(home: Home) -> str:

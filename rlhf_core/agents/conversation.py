@@ -14,7 +14,8 @@ from typing import Any
 
 from rlhf_core.agents.programs import Answer, EpisodeCut, EpisodeFailed, ProgramEngine
 from rlhf_core.agents.tools import parse_calls
-from rlhf_core.data.chat import ChatTemplate, encode
+from rlhf_core.data.chat import ChatTemplate
+from rlhf_core.data.pieces import encode
 from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.types import (
     ActionSpan,

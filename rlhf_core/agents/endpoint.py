@@ -24,7 +24,8 @@ from starlette.routing import Route
 
 from rlhf_core.agents.conversation import Conversation, PolicyTurn, RequestRefused
 from rlhf_core.agents.programs import EpisodeCut, ProgramEngine
-from rlhf_core.data.chat import ChatTemplate, token_text
+from rlhf_core.data.chat import ChatTemplate
+from rlhf_core.data.pieces import token_text
 from rlhf_core.http.door import Door
 from rlhf_core.http.serving import BodyLimits, BodyRefused, limited, read_body
 

@@ -7,7 +7,6 @@ import logging
 import os
 import queue
 import struct
-import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -21,8 +20,9 @@ from rlhf_core.config.agents import AgentConfig
 from rlhf_core.errors import AgentError, ConfigError, explain
 from rlhf_core.processes.guard import kill_group
 from rlhf_core.processes.host import Ended, Host
+from rlhf_core.processes.warm import start_warm
 from rlhf_core.user_code.dependencies import check_files
-from rlhf_core.user_code.sources import search_path
+from rlhf_core.user_code.sources import user_code_environment
 
 START_TIMEOUT_S = 300.0
 """For the interpreter and the imports of the user's module, which may be torch on a busy machine."""
@@ -174,10 +174,13 @@ class _Child:
         self._beacon.write(struct.pack("q", NO_EPISODE))
         self._beacon.flush()
         self._host = Host(
-            [sys.executable, "-P", "-m", "rlhf_core.agents.worker", str(self._beacon.fileno())],
+            start_warm(
+                "rlhf_core.agents.worker",
+                [str(self._beacon.fileno())],
+                environment=user_code_environment(),
+                pass_fds=(self._beacon.fileno(),),
+            ),
             received=self._received,
-            environment=os.environ | {"PYTHONPATH": os.pathsep.join(search_path()), "PYTHONHASHSEED": "0"},
-            pass_fds=(self._beacon.fileno(),),
         )
         self._host.send(given)
 

@@ -1,7 +1,7 @@
 """Open a session for each episode of the child process, by the configuration's `type`.
 
 A session has `begin(prompt, seed)`, then `step(...)` (environments) or `answer(...)` (programs), and `close()`; each returns
-what happened as (kind, value). Agents of other projects are the modules of `rlhf_core.integrations`, found by their `type`.
+what happened as (kind, value). The modules of other agents are in `AGENT_MODULES`, by their `type`.
 """
 
 import importlib
@@ -14,6 +14,7 @@ from typing import Any
 from rlhf_core.agents.environment import StepResult
 from rlhf_core.agents.programs import ProgramSession
 from rlhf_core.agents.tools import ToolEnvironment, load_tools
+from rlhf_core.config.agent_modules import AGENT_MODULES
 from rlhf_core.config.agents import AgentConfig, EnvironmentAgent, ToolsAgent
 from rlhf_core.types import plain_text
 from rlhf_core.user_code.modules import NO_DIGESTS, load_callable
@@ -76,10 +77,8 @@ def open_sessions(
             functions = {name: tool.function for name, tool in tools.items()}
             make = partial(ToolEnvironment, functions, max_tool_calls=config.max_tool_calls)
             return Sessions(partial(EnvironmentSession, make), tools=tuple(tool.schema for tool in tools.values()))
-        case (
-            _
-        ):  # imported by name when it is wanted: what talks over HTTP takes 0.3 s, and an environment starts in 0.5 s
-            integration = importlib.import_module(f"rlhf_core.integrations.{config.type}")
+        case _:
+            integration = importlib.import_module(AGENT_MODULES[config.type])
             opened = integration.open_agent(config, tokenizer=tokenizer, code=code, notes=notes)
             return Sessions(partial(integration.SESSION, opened))
 

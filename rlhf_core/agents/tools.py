@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_core.agents.environment import StepResult
-from rlhf_core.errors import ConfigError, nearest
+from rlhf_core.data.turns import call_arguments
+from rlhf_core.errors import ConfigError, DataError, nearest
 from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.types import encodable
 from rlhf_core.user_code.modules import NO_DIGESTS, load_callables
@@ -95,7 +96,11 @@ def _parsed(body: str) -> ToolCall:
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return ToolCall("", {}, 'the call must read {"name": ..., "arguments": {...}}')
     name = encodable(call["name"])
-    arguments = call["arguments"] if "arguments" in call else {}
+    try:
+        arguments = call_arguments(call)
+    except DataError as error:
+        return ToolCall(name, {}, str(error))
+    arguments = {} if arguments is None and call.keys() <= {"name", "id", "type"} else arguments
     if not isinstance(arguments, dict):
         return ToolCall(name, {}, "the arguments must be an object")
     return ToolCall(name, arguments)

@@ -140,7 +140,7 @@ def _output(
 
 
 def _divergence(student_TC: Tensor, teacher_TC: Tensor, *, kind: DivergenceKind, jsd_beta: float) -> Tensor:
-    """Return the divergence [T] of log-probs over C classes."""
+    """The divergence [T] of log-probs over C classes, in nats."""
     match kind:
         case "forward":
             return _kl(teacher_TC, student_TC)
@@ -170,7 +170,7 @@ UldKind: TypeAlias = Literal["uld", "uld_text"]
 
 
 def other_tokens(logprobs_TV: Tensor, own_ids_T: Tensor, *, k: int) -> Tensor:
-    """Return the log-probs [T, K] of the `k` likeliest tokens besides the text's own, decreasing; 0 returns all."""
+    """The log-probs [T, K] of the `k` likeliest tokens besides the text's own, decreasing; 0 returns all."""
     others_TV = logprobs_TV.scatter(1, own_ids_T.unsqueeze(1), -math.inf)
     return others_TV.topk(k or logprobs_TV.shape[1] - 1, dim=1).values
 

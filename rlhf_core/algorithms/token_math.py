@@ -189,6 +189,32 @@ class AdaptiveKL:
         return replace(self, coef=self.coef * (1 + error * samples / self.horizon))  # arXiv 1909.08593 section 2.2
 
 
+# ---------------------------------------------------------------- divergence of sampled tokens
+
+Divergence: TypeAlias = Literal["tv", "kl"]
+
+LEAST = 2.0**-126
+"""The smallest normal number of fp32."""
+
+
+def binary_divergence(logprobs_BL: Tensor, old_logprobs_BL: Tensor, *, divergence: Divergence) -> Tensor:
+    """Return the divergence of "this token or another one" under pi and pi_old, detached, elementwise.
+
+    With p = pi and q = pi_old of the sampled token: `tv` is |p - q|, `kl` is q log(q / p) + (1 - q) log((1 - q) / (1 - p)).
+    """
+    log_p_BL, log_q_BL = at_least_fp32(logprobs_BL.detach()), at_least_fp32(old_logprobs_BL.detach())
+    p_BL, q_BL = log_p_BL.exp(), log_q_BL.exp()
+    match divergence:
+        case "tv":
+            return (p_BL - q_BL).abs()
+        case "kl":
+            # 1 - p by expm1, kept above 0: a token that is certain to 24 bits has no other one beside it.
+            rest_p_BL, rest_q_BL = (-x_BL.expm1().clamp(max=-LEAST) for x_BL in (log_p_BL, log_q_BL))
+            return q_BL * (log_q_BL - log_p_BL) + rest_q_BL * (rest_q_BL.log() - rest_p_BL.log())
+        case _:
+            assert_never(divergence)
+
+
 # ---------------------------------------------------------------- correction for the sampler
 
 # mu = the sampler's log-probs, pi_old = the trainer's for the same tokens before the update, q = pi_old / mu. They differ
@@ -208,6 +234,12 @@ class CorrectionConfig(Config):
     token_cap: float = added_option(0.0, ge=0)
     """Above 0, with `mask` at the level of a sequence: the tokens of a sequence that is kept weigh min(q of the token,
     this) instead of the q of the sequence, so that the mask chooses sequences and the weight corrects tokens."""
+    gate: Literal["ratio", Divergence] = added_option("ratio")
+    """What `mask` compares with its bounds: `ratio` is q. With `kl`, KL(mu || pi_old) of "this token or another one", or
+    `tv`, its total variation, it drops each token, or above that level each sequence, whose mean is above
+    `max_divergence`. The other tokens weigh min(q of the token, cap) (FlashREINFORCE)."""
+    max_divergence: float = added_option(0.005, gt=0)
+    """Largest divergence that `gate` keeps; 0.003 to 0.005 are common for `kl`."""
     pi_old: Literal["trainer", "sampler"] = "trainer"
     """`trainer` computes pi_old anew (decoupled); `sampler` takes mu for it (bypass), so that nothing is left to correct."""
 
@@ -221,6 +253,12 @@ class CorrectionConfig(Config):
             raise ValueError(
                 f"token_cap = {self.token_cap}: applies to mode = 'mask' with level = 'sequence' or 'geometric', and these "
                 f"are {self.mode!r} and {self.level!r}; change them, or set it to 0"
+            )
+        if self.gate != "ratio" and (self.mode != "mask" or self.level == "off" or self.token_cap):
+            rule = f"mode = {self.mode!r}, level = {self.level!r} and token_cap = {self.token_cap}"
+            raise ValueError(
+                f'gate = {self.gate!r}: applies to mode = "mask" with a level and without token_cap, and the profile has {rule}; '
+                'change them, or set gate = "ratio"'
             )
         return self
 
@@ -242,6 +280,14 @@ class CorrectionConfig(Config):
             case "truncate":
                 kept_BL = ratio_BL <= self.cap
                 weights_BL = ratio_BL.clamp(max=self.cap)  # min(q, cap)
+            case "mask" if self.gate != "ratio":
+                apart_BL = binary_divergence(old_logprobs_BL, rollout_logprobs_BL, divergence=self.gate)
+                apart_BL = masked(apart_BL, loss_mask_BL)
+                if self.level != "token":
+                    apart_BL = apart_BL.sum(dim=-1, keepdim=True) / selected_BL.sum(dim=-1, keepdim=True).clamp(min=1)
+                kept_BL = (apart_BL <= self.max_divergence).expand_as(ratio_BL)
+                ratio_BL = bounded(log_q_BL).exp().clamp(max=self.cap)  # min(q_t, cap)
+                weights_BL = ratio_BL.masked_fill(~kept_BL, 0.0)
             case "mask":
                 kept_BL = (ratio_BL >= self.low) & (ratio_BL <= self.cap)
                 if self.token_cap:

@@ -20,8 +20,9 @@ from rlhf_core.config.annotators import JudgeAnnotator
 from rlhf_core.config.rewards import JsonVerdict, PatternVerdict
 from rlhf_core.errors import RewardError
 from rlhf_core.rewards.batches import shortened
-from rlhf_core.rewards.judge import ChatEndpoint, ChatFailed, ask_for, find_verdict
+from rlhf_core.rewards.judge import ChatEndpoint, ChatFailed, ask_for
 from rlhf_core.rewards.protocols import prompt_text
+from rlhf_core.rewards.verdicts import find_verdict
 
 LOOK_EVERY_S = 0.5  # seconds between looks whether the stage shall stop
 MEANINGS: Mapping[str, Choice] = {"a": "first", "b": "second", "tie": "tie", "neither": "both_bad"}
@@ -201,7 +202,7 @@ def _check_answered(config: JudgeAnnotator, verdict: Verdict, key: str) -> None:
     if not verdict.choice and config.on_failure == "fail":
         rule = f"the judge gave no verdict on comparison {verdict.comparison}"
         remedy = 'fix the server or the template, or set on_failure = "invalid"; other verdicts are kept'
-        raise RewardError(key, verdict.reply[-80:], rule, remedy)
+        raise RewardError(key, verdict.reply[-500:], rule, remedy)
 
 
 def _settled(comparisons: Sequence[Comparison], known: Mapping[tuple[str, Order], Verdict], *, name: str) -> Judged:

@@ -146,7 +146,7 @@ class ServedAgent(EpisodeLimits):
 
 
 class OpenEnvAgent(ServedAgent, RewardingAgent):
-    """An OpenEnv server: each episode is a session on its `/ws` (`rlhf_core.integrations.openenv`)."""
+    """An OpenEnv server: each episode is a session on its `/ws` (`rlhf_contrib.environments.openenv`)."""
 
     type: Literal["openenv"] = "openenv"
     action_field: str = ""
@@ -162,7 +162,7 @@ class OpenEnvAgent(ServedAgent, RewardingAgent):
 
 
 class NemoGymAgent(ServedAgent):
-    """A NeMo Gym resources server, which provides tools and verifies the answer (`rlhf_core.integrations.nemo_gym`)."""
+    """A NeMo Gym resources server, which provides tools and verifies the answer (`rlhf_contrib.environments.nemo_gym`)."""
 
     type: Literal["nemo_gym"] = "nemo_gym"
     label_field: str = ""
@@ -170,7 +170,7 @@ class NemoGymAgent(ServedAgent):
 
 
 class VerifiersAgent(RewardingAgent):
-    """An environment of `verifiers`, run in its own interpreter (`rlhf_core.integrations.verifiers`)."""
+    """An environment of `verifiers`, run in its own interpreter (`rlhf_contrib.environments.verifiers`)."""
 
     type: Literal["verifiers"] = "verifiers"
     python: Annotated[str, FAILURES]

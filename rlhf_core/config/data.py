@@ -307,7 +307,12 @@ class Files(Config):
     sources: tuple[Source, ...] = Field(min_length=1)
     """Datasets from which the tables are made."""
     mixture: Literal["all", "weights"] = "all"
-    """`all` takes every row; `weights` takes each source's share, until the first source is used up; none is repeated."""
+    """`all` takes every row; `weights` takes each source's share, until the first source is used up; none is repeated
+    unless `stopping_strategy` says so."""
+    stopping_strategy: Literal["first_exhausted", "all_exhausted"] | None = added_option(None)
+    """With `mixture = "weights"`: draws the training rows in the sequence of `datasets.interleave_datasets`, with `weight` as
+    probability. `first_exhausted` ends when the first source has no more rows, `all_exhausted` repeats small sources until
+    every row was taken. Held-out rows are never repeated. Without it, each source gives its exact share once."""
     eval_fraction: float = Field(0.05, gt=0, lt=1)
     """Share of the prompts of demonstrations, of preferences and of steps held out as their `eval.parquet`; none of a
     table whose held-out rows are a source's."""
@@ -326,6 +331,13 @@ class Files(Config):
     """Largest share of malformed rows per source; a larger share is an error."""
     filters: Filters = added_option(Filters())
     """Filters by similarity, language, length, quality and personal data."""
+
+    @model_validator(mode="after")
+    def _check_stopping(self) -> Files:
+        if self.stopping_strategy and self.mixture != "weights":
+            rule = 'only sources with shares are drawn until they are exhausted; set mixture = "weights"'
+            raise ValueError(f"stopping_strategy = {self.stopping_strategy!r}: {rule}")
+        return self
 
     @model_validator(mode="after")
     def _check_names(self) -> Files:

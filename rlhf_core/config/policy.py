@@ -22,10 +22,14 @@ from rlhf_core.algorithms.policy.clip import ClipLoss, PolicyMethod
 from rlhf_core.algorithms.preference.base import PreferenceMethod
 from rlhf_core.algorithms.token_math import CorrectionConfig, KLInLoss
 from rlhf_core.config.agents import AgentConfig, AgentName, AgentsBySource, check_episode_rewards, turn_weight
-from rlhf_core.config.engines import LoraConfig, OptimizerConfig, SamplingConfig
+from rlhf_core.config.engines import OptimizerConfig, SamplingConfig
+from rlhf_core.config.exports import check_exports, steps_exported
 from rlhf_core.config.former_names import recorded, renamed
+from rlhf_core.config.models import LoraConfig
 from rlhf_core.config.monitors import HeldOutConfig, Monitor, check_watched
+from rlhf_core.config.reward_band import RewardBand
 from rlhf_core.config.rewards import Gdpo, RewardsConfig, check_sources, what_compares_answers, what_moves_rewards
+from rlhf_core.config.schedule import Scheduled, SchedulePart, Shares, check_parts, scheduled
 from rlhf_core.config.teachers import PolicyDistillation
 from rlhf_core.errors import ConfigError, nearest
 from rlhf_core.schema.base import OPERATIONAL, Config, RenamedConfig, added_option, by_type
@@ -184,26 +188,6 @@ class PtxConfig(Config):
     max_length: int = Field(256, ge=8)
 
 
-class RewardBand(Config):
-    """The prompts that are neither too easy nor too hard for the policy as it is now, by the mean reward of their answers."""
-
-    term: str = ""
-    """Term of the rewards whose mean counts, such as one that is 1 for a right answer; the reward itself if empty."""
-    low: float = 0.1
-    """Least mean of a prompt in the band."""
-    high: float = 0.9
-    """Largest mean of a prompt in the band."""
-    again: float = Field(0.1, ge=0, le=1)
-    """Share of the prompts of each step that are taken from outside of the band, the longest unanswered first, because the
-    policy changes. If the band has too few prompts, more are."""
-
-    @model_validator(mode="after")
-    def _check_bounds(self) -> Self:
-        if self.low > self.high:
-            raise ValueError(f"low = {self.low}: must be at most high = {self.high}; swap them")
-        return self
-
-
 class PPOConfig(AgentsBySource, RenamedConfig):
     """Policy optimization with rewards."""
 
@@ -212,7 +196,7 @@ class PPOConfig(AgentsBySource, RenamedConfig):
     prompts_per_step: int = Field(64, ge=1)
     samples_per_prompt: int = Field(1, ge=1)
     """Number of samples per prompt: the group size of estimators that compare them."""
-    mixture: dict[str, Annotated[float, Field(ge=0)]] = added_option({})
+    mixture: Shares = added_option({})
     """Share of the prompts of each step by their source, as `{gsm8k = 0.7, support = 0.3}`; they are divided by their sum.
     Sources without a share are left out. Without a table, prompts come in the proportions of the data."""
     order: Literal["shuffled", "given", "easy_first", "band"] = added_option("shuffled")
@@ -222,6 +206,9 @@ class PPOConfig(AgentsBySource, RenamedConfig):
     band: RewardBand = added_option(RewardBand())
     """The prompts that `order = "band"` takes first."""
     sampling: SamplingConfig = SamplingConfig()
+    schedule: tuple[SchedulePart, ...] = added_option(())
+    """Options that change during the training, such as `[{steps = 100, sampling.max_tokens = 16384}, {steps = 200,
+    sampling.temperature = 0.8}]`, with one optimizer. Held-out evaluations keep `sampling`."""
     agent: AgentConfig | None = None
     """Agent that turns every answer into an episode of turns with an environment, tools or a program."""
     agents: dict[AgentName, AgentConfig] = added_option({})
@@ -282,7 +269,22 @@ class PPOConfig(AgentsBySource, RenamedConfig):
     @property
     def exported_steps(self) -> tuple[int, ...]:
         """Return the steps after which the policy is exported, without the last one."""
-        return tuple(range(self.export_every, self.steps, self.export_every)) if self.export_every else ()
+        return steps_exported(self.export_every, self.steps)
+
+    @property
+    def mixtures(self) -> dict[str, Mapping[str, float]]:
+        """The mixtures of all steps, by their key."""
+        parts = {f"schedule[{index}].mixture": part.mixture for index, part in enumerate(self.schedule) if part.mixture}
+        return {"mixture": self.mixture, **parts}
+
+    @property
+    def most_tokens(self) -> int:
+        """The most tokens of an answer in any step."""
+        return max(self.at(0).sampling.max_tokens, *(part.sampling.max_tokens or 0 for part in self.schedule), 0)
+
+    def at(self, step: int) -> Scheduled:
+        """The options of a step that a schedule changes."""
+        return scheduled(self.schedule, step, self.sampling, self.mixture)
 
     @property
     def staleness(self) -> int:
@@ -321,11 +323,12 @@ class PPOConfig(AgentsBySource, RenamedConfig):
 
         Unless all are `present` in the end, as after a selection, a source may have no term.
         """
-        for source, share in self.mixture.items():
-            if source not in sources:
+        for name, mixture in self.mixtures.items():
+            for source in mixture.keys() - sources:
                 rule = f"no prompt has this source; {nearest(source, sorted(sources))}"
-                raise ConfigError(f"{key}.mixture.{source} = {share}: {rule}")
-        used = ({source for source, share in self.mixture.items() if share} or set(sources)) if present else set()
+                raise ConfigError(f"{key}.{name}.{source} = {mixture[source]}: {rule}")
+        shared = {source for mixture in self.mixtures.values() for source, share in mixture.items() if share}
+        used = (shared if self.at(0).mixture else set(sources)) if present else set()
         self.check_agents(sources, key=key)
         check_sources(self.rewards, used, known=sources, key=f"{key}.rewards")
         independent = self.evaluate.independent if self.evaluate else None
@@ -341,8 +344,19 @@ class PPOConfig(AgentsBySource, RenamedConfig):
 
     @model_validator(mode="after")
     def _check_mixture(self) -> PPOConfig:
-        if self.mixture and not any(self.mixture.values()):
-            raise ValueError("mixture = {...}: no source has a share; give one a positive share, or remove the table")
+        for name, mixture in self.mixtures.items():
+            if mixture and not any(mixture.values()):
+                raise ValueError(
+                    f"{name} = {{...}}: no source has a share; give one a positive share, or remove the table"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _check_schedule(self) -> PPOConfig:
+        check_parts(self.schedule, self.steps)
+        if self.schedule and isinstance(self.ahead, PartialRollouts):
+            rule = "answers of ahead.type = 'partial' are sampled over several steps; remove one of them"
+            raise ValueError(f"schedule = [...]: {rule}")
         return self
 
     @model_validator(mode="after")
@@ -363,12 +377,9 @@ class PPOConfig(AgentsBySource, RenamedConfig):
                 f"band.low = {self.band.low}, high = {self.band.high}: are compared with the reward of the answers, and {rule}; "
                 "name a term as band.term, or remove one of them"
             )
-        if self.ahead is not None or self.mixture:
-            other = "mixture" if self.mixture else "ahead"
-            raise ValueError(
-                f"order = 'band': the prompts of a step depend on the rewards of the one before, and {other} draws them by the "
-                "step alone; remove one of them"
-            )
+        if isinstance(self.ahead, PartialRollouts):
+            rule = "the prompts of a step depend on rewards, and ahead.type = 'partial' draws them in groups of no step"
+            raise ValueError(f"order = 'band': {rule}; remove one of them")
         return self
 
     @model_validator(mode="after")
@@ -617,25 +628,6 @@ class LoopConfig(Config):
     """Optimizer steps between checkpoints."""
     log_every: Annotated[int, Field(ge=1), OPERATIONAL] = 1
     """Optimizer steps between points of the training curves."""
-
-
-def check_exports(every: int, end: Mapping[str, int]) -> None:
-    """Raise ValueError for policies on the way of which there are none before the `end`, the name and number of the last step."""
-    for name, last in end.items():
-        if every >= last:
-            raise ValueError(
-                f"export_every = {every}: there is no such step before the end ({name} = {last}); lower it, or leave it at 0"
-            )
-
-
-def refuse_exports(trainings: Mapping[str, Any]) -> None:
-    """Raise ValueError for a training inside of a group of stages that exports policies on the way, which no stage would read."""
-    for key, config in trainings.items():
-        if config is not None and config.export_every:
-            raise ValueError(
-                f"{key}.export_every = {config.export_every}: no stage reads policies on the way of this training; leave it at "
-                "0, or train in a step of its own"
-            )
 
 
 def check_best(holds_out: str, fraction: float, loops: Mapping[str, LoopConfig]) -> None:

@@ -19,15 +19,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from rlhf_core.data.chat_templates import Decoder, declared_ends, other_opening, vocabulary_rows
+from rlhf_core.data.chat_templates import CHATML, SHIPPED, Decoder, declared_ends, other_opening, vocabulary_rows
+from rlhf_core.data.pieces import Ids, continued, difference, encode_all, following, marks_beginning
+from rlhf_core.data.token_bounds import TokenBounds, token_bounds
 from rlhf_core.errors import ConfigError, DataError, explain
-from rlhf_core.types import Column, Message, Rollout, TokenSample, ids, joined, mask
+from rlhf_core.pretrained import load_tokenizer
+from rlhf_core.types import Message, Rollout, TokenSample, ids, joined, mask
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,6 +42,8 @@ if TYPE_CHECKING:
 # ---------------------------------------------------------------- tool rendering
 
 Rows = list[dict[str, Any]]
+SETTINGS, TEMPLATE = "chat_template_kwargs", "chat_template"
+"""The field of a conversation's first message with arguments of its chat template, and the one that replaces it."""
 UNLIMITED = 1 << 40  # value of `max_length` that cuts nothing: no conversation has so many tokens
 
 _PARAMETERS = {"type": "object", "properties": {"probe_key": {"type": "string", "description": "Probe."}}}
@@ -87,9 +95,11 @@ class Renderer:
             if not self.in_parts and missing:
                 raise self._refused(f"the words of the role {still or missing}", "conversations")
 
-    def __call__(self, messages: Sequence[Message], *, generation_prompt: bool, eos: str) -> str:
-        """Return the text of a conversation; a turn that calls tools must end with `eos`. DataError if it is rejected."""
+    def __call__(self, messages: Sequence[Message], *, generation_prompt: bool, ends: Sequence[str]) -> str:
+        """Return the text of a conversation; a turn of tool calls must end with one of `ends`. DataError if it is rejected."""
         rows, tools = template_rows(messages)
+        settings = read_settings(messages)
+        self._check_settings(settings)
         system = any(message.role == "system" for message in messages)
         again = sum(message.role == "user" for message in messages) > 1
         used = system, again, *(_uses(rows, tools) if any(message.tool_fields for message in messages) else ())
@@ -98,14 +108,20 @@ class Renderer:
                 raise self._refused("the words of the role system", "conversations with a system turn")
             if again and self._silent_role(_GOING_ON):
                 raise self._refused("every question of a user", "conversations of several")
-            missing = left_out(rows, tools, self.apply, eos) if len(used) > 2 else ""
+            missing = left_out(rows, tools, self.apply, ends) if len(used) > 2 else ""
             if missing:
                 raise self._refused(missing, "conversations with tools")
             self._checked.add(used)
-        return self.apply(rows, [*self._tools, *tools], generation_prompt)
+        return self.apply(rows, [*self._tools, *tools], generation_prompt, settings)
 
-    def apply(self, rows: Rows, tools: list[dict[str, Any]], generation_prompt: bool) -> str:
-        """Return the text of rows and tools as the template has it."""
+    def apply(
+        self,
+        rows: Rows,
+        tools: list[dict[str, Any]],
+        generation_prompt: bool,
+        settings: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:
+        """The text of rows and tools as the template has it, with the `settings` of the conversation."""
         try:
             # An argument of this name replaces the clock that transformers passes to templates.
             return str(
@@ -115,11 +131,23 @@ class Renderer:
                     tokenize=False,
                     add_generation_prompt=generation_prompt,
                     strftime_now=_TODAY.strftime,
+                    **settings,
                 )
             )
         except Exception as error:  # templates raise their own errors, e.g. for an unsupported system turn
             roles, rule = [row["role"] for row in rows], f"the chat template rejects them ({error})"
             raise DataError("messages.role", roles, rule, "change the turns") from error
+
+    def _check_settings(self, settings: Mapping[str, Any]) -> None:
+        """Raise ConfigError for a variable that the template does not read, or that the model's template sets itself."""
+        template = str(settings.get(TEMPLATE) or self._tokenizer.chat_template)
+        for name in settings.keys() - {TEMPLATE}:
+            fixed = re.search(rf"{{%-? set {name} =", template)
+            if fixed or not re.search(rf"(?<![\w.'\"]){name}(?![\w'\"])", template):
+                rule = "the chat template sets it itself" if fixed else "the chat template reads no such variable"
+                raise ConfigError(
+                    f"chat_template_kwargs.{name}", settings[name], rule, "remove it, or change the template"
+                )
 
     def _silent_role(self, rows: Rows) -> str | None:
         """Return the first role of `rows` whose words the template leaves out, "" if none, and None if it rejects them."""
@@ -144,6 +172,29 @@ def as_parts(rows: Rows) -> Rows:
     return [{**row, "content": [{"type": "text", "text": row["content"]}]} for row in rows]
 
 
+def read_settings(messages: Sequence[Message]) -> dict[str, Any]:
+    """The arguments of the chat template that the first message of a conversation holds.
+
+    >>> read_settings([put_settings(Message("user", "Hi"), {"enable_thinking": False})])
+    {'enable_thinking': False}
+    """
+    if not messages or SETTINGS not in messages[0].tool_fields:
+        return {}
+    found: dict[str, Any] = json.loads(messages[0].tool_fields).get(SETTINGS, {})
+    name = found.get(TEMPLATE)
+    return found | ({TEMPLATE: {CHATML: CHATML_LIKE, **SHIPPED}.get(name, name)} if name else {})
+
+
+def put_settings(message: Message, settings: Mapping[str, Any]) -> Message:
+    """The message, with `settings` for the chat template in place of others."""
+    if not settings and SETTINGS not in message.tool_fields:
+        return message
+    fields = json.loads(message.tool_fields) if message.tool_fields else {}
+    fields.pop(SETTINGS, None)
+    fields |= {SETTINGS: dict(settings)} if settings else {}
+    return replace(message, tool_fields=json.dumps(fields, ensure_ascii=False, sort_keys=True) if fields else "")
+
+
 def template_rows(messages: Sequence[Message]) -> tuple[Rows, list[dict[str, Any]]]:
     """Return messages as templates read them, and the tools that the first of them holds.
 
@@ -155,6 +206,7 @@ def template_rows(messages: Sequence[Message]) -> tuple[Rows, list[dict[str, Any
     for message in messages:
         fields = json.loads(message.tool_fields) if message.tool_fields else {}
         tools += fields.pop("tools", [])
+        fields.pop(SETTINGS, None)
         rows.append({"role": message.role, "content": message.content, **fields})
     return rows, tools
 
@@ -171,87 +223,30 @@ def _uses(rows: Rows, tools: Sequence[dict[str, Any]]) -> tuple[bool, ...]:
 
 
 def left_out(
-    rows: Rows, tools: Sequence[dict[str, Any]], render: Callable[[Rows, list[dict[str, Any]], bool], str], eos: str
+    rows: Rows,
+    tools: Sequence[dict[str, Any]],
+    render: Callable[[Rows, list[dict[str, Any]], bool], str],
+    ends: Sequence[str],
 ) -> str:
     """Return the tools, calls and results in a conversation that the template omits; empty if none.
 
-    `render` gives the text of rows and tools, with a generation prompt or without. A call must also end with `eos`:
-    a turn without it has no end that could be learned.
+    `render` gives the text of rows and tools, with a generation prompt or without. A call must also end with one of `ends`:
+    a turn without an end has none that could be learned.
     """
     own = _TOOLS if tools else []
     if tools and "probe_tool" not in render([_USER], _TOOLS, True):
         return "the tools"
     if any("tool_calls" in row for row in rows):
-        before, after = render([_USER], _TOOLS, True), render([_USER, _CALLING], _TOOLS, False)
-        said = after.removeprefix(before) if tools else render([_USER, _CALLING], [], False)
+        said = render([_USER, _CALLING], own, False).removeprefix(render([_USER], own, True))
         if any(text not in said for text in ("probe_tool", "probe_key", "probe_value")):
             return "the assistant's tool calls"
-        if eos not in said:
-            return "the end of the turn of a tool call (the tokenizer's EOS)"
+        if not any(end in said for end in ends):
+            return "the end of the turn of a tool call (the tokenizer's EOS, or another declared end token)"
         if speaks_and_calls(rows) and "probe_words" not in render([_USER, _SPEAKING], own, False):
             return "the assistant's words beside a tool call"
     results = any(row["role"] == "tool" for row in rows)
     shown = not results or "probe_result" in render([_USER, _CALLING, _RESULT], _TOOLS, True)
     return "" if shown else "the results of tools"
-
-
-# ---------------------------------------------------------------- pieces
-
-MARKS = ("▁", "Ġ")  # marks that such a tokenizer writes for a space, and therefore at the beginning of a text
-ANCHORS = ("\n", "a", ".", "0")
-"""Texts to put before a piece when it is tokenized, in order of preference; the first that does not merge is used."""
-
-Ids = Column[int]
-
-
-def encode(tokenizer: Any, text: str) -> Ids:
-    """Return the tokens of a whole text, without adding special tokens."""
-    return ids(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-def marks_beginning(tokenizer: Any) -> bool:
-    """Return whether `tokenizer` writes a mark before a text that begins with a letter."""
-    first = tokenizer.convert_ids_to_tokens(list(encode(tokenizer, "a")))[:1]
-    return any(str(token).startswith(MARKS) for token in first)
-
-
-def difference(encoded: Callable[[str], Ids], before: str, text: str) -> Ids | None:
-    """Return the tokens that `text` adds to those of `before`, or None if a token crosses the border."""
-    head, whole = encoded(before), encoded(before + text)
-    return whole[len(head) :] if whole[: len(head)] == head else None
-
-
-def continued(tokenizer: Any, text: str) -> Ids:
-    """Return the tokens of `text` inside a running text, none of which crosses its beginning."""
-    if not marks_beginning(tokenizer):
-        return encode(tokenizer, text)
-    for anchor in ANCHORS:
-        added = difference(lambda whole: encode(tokenizer, whole), anchor, text)
-        if added is not None:
-            return added
-    rule = "in the middle of a text, this tokenizer merges it with the tokens before it"
-    raise DataError("text", text[:80], rule, "start it with a line break")
-
-
-def following(tokenizer: Any, text: str, *, after: int) -> Ids:
-    """Return the tokens of `text` after the token `after`, which does not change.
-
-    For some tokenizers an added token, special or not, ends a text, so they mark the beginning of the text after it.
-    """
-    if marks_beginning(tokenizer) and after in tokenizer.added_tokens_decoder:
-        before = str(tokenizer.convert_ids_to_tokens(after))
-        added = difference(lambda whole: encode(tokenizer, whole), before, text)
-        if added is not None:
-            return added
-    return continued(tokenizer, text)
-
-
-def token_text(tokenizer: Any, token: int, *, skip_special_tokens: bool) -> str:
-    """Return the text of one token inside a running text, including the space that it may begin with."""
-    before = encode(tokenizer, "a") if marks_beginning(tokenizer) else ids(())
-    # If a tokenizer marks beginnings, its decoder drops the space of the first token.
-    shown = str(tokenizer.decode([*before, token], skip_special_tokens=skip_special_tokens))
-    return shown[len(str(tokenizer.decode(list(before)))) :] if before else shown
 
 
 # ---------------------------------------------------------------- conversations
@@ -270,6 +265,9 @@ Roles are ordinary text and a turn ends with the tokenizer's own EOS, so no toke
     Hello.</s>
 """
 
+Segments = list[tuple[str, bool]]
+"""Consecutive pieces of a rendered conversation, each with whether it is an answer to train on."""
+
 _REMEMBERED = 32  # number of texts whose tokens are cached: a prompt has three texts for each earlier answer
 
 _KEEPS_TURNS = "give a template that keeps earlier turns as they were (prepare_data.chat_template)"
@@ -279,14 +277,6 @@ _ANSWERED = (Message("user", "Hi"), Message("assistant", "An-answer-like-no-othe
 
 class RewrittenTurns(DataError):
     """The template shows an earlier answer in other words once later turns follow it."""
-
-
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of the policy in `folder`. Nothing is downloaded."""
-    # Five seconds: agents and reward servers import this module, and most of them tokenize nothing.
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
 
 
 class ChatTemplate:
@@ -326,6 +316,7 @@ class ChatTemplate:
         self.pad_id = eos_id if self.tokenizer.pad_token_id is None else int(self.tokenizer.pad_token_id)
         self.ends = frozenset({eos_id, *ends})
         self._eos = ""  # not known before the first answer is rendered
+        self.end_texts = [str(self.tokenizer.convert_ids_to_tokens(end)) for end in sorted(self.ends)]
         self._renderer = Renderer(self.tokenizer, tools=tools)
         self.eos_id = self._end_of_turn(self.ends)
         self._eos = str(self.tokenizer.convert_ids_to_tokens(self.eos_id))
@@ -348,6 +339,10 @@ class ChatTemplate:
             raise ConfigError("chat_template", len(tools), rule, "give a template that renders `tools`")
         return shown
 
+    def token_bounds(self) -> TokenBounds | None:
+        """Bounds on the number of tokens of a text from its length, or None if they are not certain."""
+        return token_bounds(self.tokenizer, end=self._eos, rows=self._rows)
+
     @property
     def digest(self) -> str:
         """The SHA-256 of the tokenizer, the template and the special tokens."""
@@ -358,7 +353,11 @@ class ChatTemplate:
 
     def prompt_ids(self, messages: Sequence[Message]) -> Ids:
         """Return the tokens of `messages` and the generation prompt: those of `conversation` before an answer."""
-        return joined(*self._pieces(self._cut(messages, self.prompt_text(messages))))
+        return joined(*self.pieces(self.prompt_segments(messages)))
+
+    def prompt_segments(self, messages: Sequence[Message]) -> Segments:
+        """The pieces of text that `prompt_ids` tokenizes one by one."""
+        return [(text, False) for text in self._cut(messages, self.prompt_text(messages))]
 
     def prompt_text(self, messages: Sequence[Message]) -> str:
         """Return the text of `prompt_ids`."""
@@ -387,7 +386,7 @@ class ChatTemplate:
 
         Returns None if no trained token is left. Raises DataError if the template changes earlier turns.
         """
-        return self._sample(self._segments(messages, answers_from=0), max_length=max_length)
+        return self.sample(self.segments(messages, answers_from=0), max_length=max_length)
 
     def examples(self, messages: Sequence[Message], *, max_length: int) -> list[TokenSample]:
         """Return the conversation as samples that together train each assistant turn once, cut to `max_length` tokens.
@@ -395,15 +394,16 @@ class ChatTemplate:
         One sample, unless the template rewrites earlier turns (without their reasoning, say): then one for each assistant
         turn, after the prompt that the sampler would receive. Samples without a trained token are left out.
         """
+        made = [self.sample(segments, max_length=max_length) for segments in self.example_segments(messages)]
+        return [sample for sample in made if sample is not None]
+
+    def example_segments(self, messages: Sequence[Message]) -> list[Segments]:
+        """The segments of each sample of `examples`."""
         try:
-            made = [self.conversation(messages, max_length=max_length)]
+            return [self.segments(messages, answers_from=0)]
         except RewrittenTurns:
             turns = [index for index, message in enumerate(messages) if message.role == "assistant"]
-            made = [
-                self.continuation(messages[:index], messages[index : index + 1], max_length=max_length)
-                for index in turns
-            ]
-        return [sample for sample in made if sample is not None]
+            return [self.segments(messages[: index + 1], answers_from=index) for index in turns]
 
     def transcript(self, messages: Sequence[Message], *, max_length: int) -> TokenSample | None:
         """Return the tokens of `conversation`, all but the first trained, or None if there are fewer than two.
@@ -411,10 +411,10 @@ class ChatTemplate:
         Where the template rewrites earlier turns, they are the tokens of the whole text as it shows them at the end.
         """
         try:
-            texts = [text for text, _ in self._segments(messages, answers_from=0)]
+            segments = self.segments(messages, answers_from=0)
         except RewrittenTurns:
-            texts = [self._render(messages, generation_prompt=False)]
-        token_ids = joined(*self._pieces(texts))[:max_length]
+            segments = [(self._render(messages, generation_prompt=False), True)]
+        token_ids = joined(*self.pieces(segments))[:max_length]
         return TokenSample(token_ids, mask(b"\0" + b"\1" * (len(token_ids) - 1))) if len(token_ids) > 1 else None
 
     def continuation(
@@ -425,12 +425,12 @@ class ChatTemplate:
         Returns None if no trained token is left. The tokens before the answer are `prompt_ids(prompt_messages)`.
         """
         messages = [*prompt_messages, *answer_messages]
-        return self._sample(self._segments(messages, answers_from=len(prompt_messages)), max_length=max_length)
+        return self.sample(self.segments(messages, answers_from=len(prompt_messages)), max_length=max_length)
 
     def answered_ids(self, prompt: str, answer: str) -> Ids:
         """Return the tokens of a user message and its answer, up to and including the end-of-turn token."""
         ask, reply = Message("user", prompt), Message("assistant", answer)
-        text, said = (text for text, _ in self._segments((ask, reply), answers_from=0)[:2])
+        text, said = (text for text, _ in self.segments((ask, reply), answers_from=0)[:2])
         tokens = self._after(text, said)
         return self._encode(text) + tokens[: len(tokens) - tokens[::-1].index(self.eos_id)]
 
@@ -443,24 +443,13 @@ class ChatTemplate:
             parts.append(f"【{text}】" if trained else text)
         return "".join(parts)
 
-    # ------------------------------------------------------------ private
-
-    def _render(self, messages: Sequence[Message], *, generation_prompt: bool) -> str:
-        return self._renderer(messages, generation_prompt=generation_prompt, eos=self._eos)
-
-    def _after_answer(self, rendered: str) -> str | None:
-        """Return the text after the end of the answer of `_ANSWERED`, or None if the answer is missing."""
-        _, found, rest = rendered.partition(_ANSWERED[1].content)
-        _, ended, rest = rest.partition(self._eos)
-        return rest if found and ended else None
-
-    def _segments(self, messages: Sequence[Message], *, answers_from: int) -> list[tuple[str, bool]]:
+    def segments(self, messages: Sequence[Message], *, answers_from: int) -> Segments:
         """Return (text, is an answer) pieces that join to the rendered conversation.
 
         Assistant turns before the index `answers_from` are part of the prompt, which is split as in `prompt_ids`.
         """
         whole = self._render(messages, generation_prompt=False)
-        segments: list[tuple[str, bool]] = []
+        segments: Segments = []
         done = 0
         for index, message in enumerate(messages):
             if message.role != "assistant" or index < answers_from:
@@ -481,10 +470,52 @@ class ChatTemplate:
         segments.append((whole[done:], False))
         return [(text, answer) for text, answer in segments if text]
 
+    def pieces(self, segments: Segments) -> list[Ids]:
+        """The tokens of each of several consecutive segments."""
+        texts = [text for text, _ in segments]
+        before = ["".join(texts[:number]) for number in range(len(texts))]
+        return [self._after(said, text) for said, text in zip(before, texts, strict=True)]
+
+    def encode_ahead(self, conversations: Iterable[Segments]) -> None:
+        """Tokenize all segments in one call, so that `pieces` and `sample` of each conversation find their tokens."""
+        self._recent.clear()
+        texts = ([text for text, _ in segments] for segments in conversations)
+        self._remember(text for found in texts for text in (accumulate(found) if self._marks_beginning else found))
+
+    def sample(self, segments: Segments, *, max_length: int) -> TokenSample | None:
+        """The sample that segments of one conversation make, cut to `max_length` tokens; None if no token is trained."""
+        token_ids: list[int] = []
+        loss_mask: list[int] = []
+        pieces = self.pieces(segments)
+        for (_, trained), tokens in zip(segments, pieces, strict=True):
+            # The last EOS ends the turn, or another end token if it has none, as a call of gpt-oss. What the template
+            # writes after it belongs to the next turn.
+            found = self.ends.intersection(tokens) if trained else ()
+            ends = {self.eos_id} if self.eos_id in found else found
+            end = max((at for at, token in enumerate(tokens, start=1) if token in ends), default=0)
+            token_ids += tokens
+            loss_mask += [1] * end + [0] * (len(tokens) - end)
+        if loss_mask:
+            loss_mask[0] = 0  # position 0 has no prediction
+        if not any(loss_mask[:max_length]):
+            return None
+        return TokenSample(ids(token_ids[:max_length]), mask(loss_mask[:max_length]))
+
+    # ------------------------------------------------------------ private
+
+    def _render(self, messages: Sequence[Message], *, generation_prompt: bool) -> str:
+        return self._renderer(messages, generation_prompt=generation_prompt, ends=self.end_texts)
+
+    def _after_answer(self, rendered: str) -> str | None:
+        """Return the text after the end of the answer of `_ANSWERED`, or None if the answer is missing."""
+        _, found, rest = rendered.partition(_ANSWERED[1].content)
+        _, ended, rest = rest.partition(self._eos)
+        return rest if found and ended else None
+
     def _cut(self, messages: Sequence[Message], prompt: str) -> list[str]:
         """Split `prompt`, the text of `messages`, where each earlier answer begins and where it ends.
 
-        A prompt that `_segments` can split into trained answers is split here at the same places. Any other prompt
+        A prompt that `segments` can split into trained answers is split here at the same places. Any other prompt
         stays one piece, because its earlier answers are not trained on.
         """
         cuts = [0]
@@ -514,11 +545,6 @@ class ChatTemplate:
         start = alone.partition(opening)
         return start[0] + start[1]
 
-    def _pieces(self, texts: Sequence[str]) -> list[Ids]:
-        """Return the tokens of each of several consecutive texts."""
-        before = ["".join(texts[:number]) for number in range(len(texts))]
-        return [self._after(said, text) for said, text in zip(before, texts, strict=True)]
-
     def _after(self, before: str, text: str) -> Ids:
         """Return the tokens of `text` after the text `before`, without changing the tokens of `before`."""
         if not before or not self._marks_beginning:
@@ -531,34 +557,23 @@ class ChatTemplate:
         if text not in self._recent:
             while len(self._recent) >= _REMEMBERED:
                 del self._recent[next(iter(self._recent))]  # the oldest
-            tokens = encode(self.tokenizer, text)
+            self._remember([text])
+        return self._recent[text]
+
+    def _remember(self, texts: Iterable[str]) -> None:
+        new = list(dict.fromkeys(texts))
+        for text, tokens in zip(new, encode_all(self.tokenizer, new), strict=True):
             if self._rows is not None and max(tokens, default=0) >= self._rows:
                 token = self.tokenizer.convert_ids_to_tokens(max(tokens))
                 rule = f"is token {max(tokens)} of the tokenizer, but the model has embeddings for {self._rows} tokens"
                 remedy = "use the tokenizer that belongs to the model, or resize its embeddings and train them"
                 raise ConfigError("tokenizer", token, rule, remedy)
             self._recent[text] = tokens
-        return self._recent[text]
-
-    def _sample(self, segments: Sequence[tuple[str, bool]], *, max_length: int) -> TokenSample | None:
-        token_ids: list[int] = []
-        loss_mask: list[int] = []
-        pieces = self._pieces([text for text, _ in segments])
-        for (_, trained), tokens in zip(segments, pieces, strict=True):
-            # The last EOS ends the turn. What the template writes after it belongs to the next turn.
-            end = len(tokens) - tokens[::-1].index(self.eos_id) if trained and self.eos_id in tokens else 0
-            token_ids += tokens
-            loss_mask += [1] * end + [0] * (len(tokens) - end)
-        if loss_mask:
-            loss_mask[0] = 0  # position 0 has no prediction
-        if not any(loss_mask[:max_length]):
-            return None
-        return TokenSample(ids(token_ids[:max_length]), mask(loss_mask[:max_length]))
 
     def _end_of_turn(self, ends: frozenset[int]) -> int:
         """Return the first token of `ends` in an answer. ConfigError if there is none: sampling would not stop."""
         try:
-            answer = "".join(text for text, trained in self._segments(_PROBE, answers_from=0) if trained)
+            answer = "".join(text for text, trained in self.segments(_PROBE, answers_from=0) if trained)
         except DataError as error:
             raise ConfigError(str(error)) from error
         found = [token for token in self._encode(answer) if token in ends]

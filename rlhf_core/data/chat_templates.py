@@ -34,6 +34,8 @@ NEMOTRON_3 = (
 )
 """Nemotron 3. Its own template opens a reasoning on a new line, and shows an answer without one as `<think></think>`."""
 
+CHATML = "chatml"
+"""Name of the template for tokenizers without one."""
 SHIPPED = {"deepseek_r1": DEEPSEEK_R1, "nemotron_3": NEMOTRON_3}  # name in `prepare_data.chat_template` -> template
 
 _MARKS = {

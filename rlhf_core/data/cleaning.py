@@ -44,8 +44,14 @@ def words_of(text: str) -> list[str]:
 
 
 def exact(turns: Turns) -> str:
-    """Return the text of `turns` with normalized white space. Unlike `normalize` it keeps case and punctuation."""
-    return "\n".join(f"{message.role}: {' '.join(message.content.split())}{message.tool_fields}" for message in turns)
+    """The text of `turns` in the normal form NFC, with single spaces. Unlike `normalize` it keeps case and punctuation."""
+    text = "\n".join(f"{message.role}: {' '.join(message.content.split())}{message.tool_fields}" for message in turns)
+    return unicodedata.normalize("NFC", text)
+
+
+def caseless(turns: Turns) -> str:
+    """The text of `turns` as `exact`, without differences of case and of forms that are compatible (NFKC)."""
+    return unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", exact(turns)).casefold())
 
 
 def without_repeated_prompts(examples: Sequence[Example]) -> tuple[list[Example], int]:
@@ -91,10 +97,10 @@ def decontaminate(
     """
     held_out = list(evaluation)
     overlap = Overlap((example.prompt for example in held_out), ngram=ngram)
-    texts = {exact(example.chosen).casefold() for example in held_out if not example.prompt}
+    texts = {caseless(example.chosen) for example in held_out if not example.prompt}
     kept = []
     for example in training:
-        if not example.prompt and exact(example.chosen).casefold() in texts:
+        if not example.prompt and caseless(example.chosen) in texts:
             report.add(example.source, example.origin, "contaminated: it is an evaluation text")
             continue
         found = overlap.found(example.prompt, (example.chosen, example.rejected))
@@ -124,14 +130,14 @@ class Overlap:
         self._grams: dict[tuple[str, ...], int] = {}
         for number, turns in enumerate(prompts):
             if turns:
-                self._whole.setdefault(exact(turns).casefold(), number)
+                self._whole.setdefault(caseless(turns), number)
             for gram in _ngrams(turns, ngram):
                 self._grams.setdefault(gram, number)
 
     def found(self, prompt: Turns, answers: Sequence[Turns]) -> Shared | None:
         """Return the first prompt that a row has; a conversation that begins with one has its answer, too."""
         for opening in _openings(prompt, answers):
-            if (number := self._whole.get(exact(opening).casefold())) is not None:
+            if (number := self._whole.get(caseless(opening))) is not None:
                 return Shared(number, words=False)
         for turns in (prompt, *answers) if self._grams else ():
             for gram in _ngrams(turns, self._ngram):

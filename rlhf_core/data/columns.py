@@ -30,8 +30,10 @@ from rlhf_core.types import Message
 PROMPTS = ("prompt", "instruction", "question", "query", "problem", "input", "messages", "conversations")
 """Names of columns that are the prompt of a pair, the first of them that a row has; `instruction` goes with `input`."""
 
-_NEEDED = {*("input", "history", "context"), *("image", "images", "audio", "audios", "video", "videos")}
-"""Columns without which a prompt is another one."""
+_BEFORE = r"(\w+_)?(contexts?|passages?|documents?|articles?|paragraphs?)|docs|history|background|premise|story|dialogue|table"
+_AFTER = r"input|(\w+_)?(choices?|options?|endings?)(_?[a-z\d])?|op[a-e]|hypothesis|images?|audios?|videos?"
+_NEEDED = re.compile(rf"(?P<before>(?i:{_BEFORE}))|(?i:{_AFTER})|[A-E]")
+"""Columns without which a prompt is another one; some stand before the question."""
 
 _OPEN_TRANSCRIPT = re.compile(r"(^|\n\n)Assistant:\s*$")
 
@@ -126,15 +128,20 @@ class Reading(Mapping[str, Any]):
             yield name
 
 
-def refuse_left_out(unread: Sequence[str]) -> None:
+def refuse_left_out(unread: Sequence[str], row: Mapping[str, Any]) -> None:
     """Raise DataError if a column without which the prompt is another one was not read."""
-    needed = sorted(_NEEDED & set(unread))
-    if needed:
-        raise DataError(
-            f"a part of the prompt: {needed} would be left out in silence; rows of `instruction`, `input`, `history` and "
-            "`output` are read as they are, without `columns` (or set columns = {input = ...} for format = 'alpaca'); set "
-            "`format` to leave the column out"
-        )
+    found = {name: match for name in unread if (match := _NEEDED.fullmatch(name.rpartition(".")[2]))}
+    if not found:
+        return
+    order = sorted(found, key=lambda name: not found[name]["before"])
+    asked = [name for name in order if found[name]["before"]], prompt_name(row) or "prompt"
+    parts = [*asked[0], asked[1], *order[len(asked[0]) :]]
+    raise DataError(
+        f"a part of the prompt: {sorted(found)} would be left out in silence; write the prompt of each row, "
+        f'row["prompt"] = "\\n\\n".join(str(row[name]) for name in {parts}), and remove its parts; rows of `instruction`, '
+        "`input`, `history` and `output` are read as they are, without `columns` (or set columns = {input = ...} for format "
+        "= 'alpaca'); set `format` to leave the column out"
+    )
 
 
 def prompt_name(row: Mapping[str, Any]) -> str:
@@ -267,6 +274,7 @@ JUDGED_FORMATS = ("messages", "text", "alpaca", "prompt_completion", "question_a
 """Formats of one answer, on which a label may be a verdict."""
 
 _NUMBERS = ("0", "0.0", "1", "1.0", "-1", "-1.0")
+_WRITTEN_AS_FLOAT = re.compile(r"-?\d+\.0")
 _TELLING_ROWS = 8
 """Number of rows from which labels look like verdicts that are two in all, or mostly words such as `good`."""
 
@@ -274,6 +282,19 @@ _TELLING_ROWS = 8
 def verdict_of(row: Row) -> Any:
     """Return the label of a row, or None if it has none; LLaMA-Factory calls it `kto_tag`."""
     return next((row[name] for name in ("label", "kto_tag") if not is_empty(row.get(name))), None)
+
+
+def has_integers_with_gaps(rows: Sequence[Row], name: str) -> bool:
+    """True for a column of text such as `9.0`, as pandas writes integers to CSV where a row has none."""
+    gaps = said = False
+    for value in (row.get(name) for row in rows):
+        if is_empty(value):
+            gaps = True
+        elif isinstance(value, str) and _WRITTEN_AS_FLOAT.fullmatch(value):
+            said = True
+        else:
+            return False
+    return gaps and said
 
 
 def label_reading(source: Source, format_name: str, rows: Iterable[Row]) -> LabelReading:

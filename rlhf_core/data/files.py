@@ -1,7 +1,8 @@
 """Convert real data to tables: read -> adapt -> deduplicate -> pair -> split -> decontaminate -> mix."""
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from rlhf_core.data.columns import (
     Reading,
     detect,
     exported,
+    has_integers_with_gaps,
     label_reading,
     refuse_left_out,
     refuse_verdict,
@@ -29,6 +31,7 @@ from rlhf_core.data.columns import (
 from rlhf_core.data.comparisons import NoPreference, Row, asked, refuse_hidden_answers, verdict_coding
 from rlhf_core.data.exports import EXPORTS, preference_rows, read_record
 from rlhf_core.data.formats import Example, convert_all, examples_of
+from rlhf_core.data.interleaving import interleave
 from rlhf_core.data.limits import Drop, DropReport, Origin
 from rlhf_core.data.mixing import is_evaluation, misfit, mix, shuffled, table_of, trained
 from rlhf_core.data.sources import Record, read
@@ -38,6 +41,7 @@ from rlhf_core.types import Prompt, derive_seed
 
 TRAINING = ("demonstrations", "preferences", "prompts", "steps", "feedback")
 EVALUATION = ("eval_demonstrations", "eval_preferences", "eval_prompts", "eval_steps", "eval_feedback")
+_SAMPLE = 1000  # rows by which the format of a source is found
 _MALFORMED = (DataError, RecursionError)
 """Errors of a malformed row. Brackets that a reader accepts may be too deep for the code that inspects the value."""
 _LONGEST_REASON = 500  # characters of a reason, which may quote a long value of its row
@@ -63,7 +67,7 @@ def make_tables(config: Files, *, seed: int, report: DropReport) -> tuple[Tables
     if config.filters.near_duplicates:
         _drop_near_duplicates(assigned, config.filters.near_duplicates, report)
     rows = {
-        table: _mixed(assigned[table], config, seed=derive_seed(seed, table), report=report)
+        table: _mixed(assigned[table], config, trains=table in TRAINING, seed=derive_seed(seed, table), report=report)
         for table in (*TRAINING, *EVALUATION)
     }
     return _tables(rows)
@@ -72,12 +76,12 @@ def make_tables(config: Files, *, seed: int, report: DropReport) -> tuple[Tables
 def read_examples(source: Source, *, max_bad_fraction: float, report: DropReport) -> list[Example]:
     """Return the rows of `source` as examples and report malformed rows. Raises DataError if there are too many.
 
-    With format `auto`, the first readable row decides for all. Ties are reported, but do not count as malformed.
+    With format `auto`, most rows decide for all. Ties are reported, but do not count as malformed.
     """
     examples: list[Example] = []
     malformed: list[Drop] = []
     ties: list[Drop] = []
-    rows = deque(_rows(source, report, malformed))
+    rows: deque[tuple[Origin, str, Any]] = deque(_rows(source, report, malformed))
     format_name = rows[0][1] if rows else ""
     # What numbers and labels mean is decided over all rows.
     columns = [row for *_, row in rows]
@@ -85,6 +89,12 @@ def read_examples(source: Source, *, max_bad_fraction: float, report: DropReport
     if format_name == "comparison":
         coding = verdict_coding(source.name, coding, columns)
     labels = label_reading(source, format_name, columns)
+    for name in ("label", "answer"):
+        if has_integers_with_gaps(columns, name):
+            theirs = getattr(source.columns, name) or name
+            rows = deque(
+                (at, kind, row | {theirs: f"{row.get(name) or ''}".removesuffix(".0")}) for at, kind, row in rows
+            )
     while rows:
         origin, _, row = rows.popleft()
         try:
@@ -170,8 +180,10 @@ def _both(good: Example, bad: Example) -> str:
 
 def _rows(source: Source, report: DropReport, malformed: list[Drop]) -> Iterator[tuple[Origin, str, Row]]:
     """Yield the origin, format and columns of each readable row, and add the others to `malformed`."""
-    format_name: str = "" if source.format == "auto" else source.format
-    for record in read(source):
+    records = deque(read(source))
+    format_name = usual_format(records, source)
+    while records:
+        record = records.popleft()
         report.rows_read[source.name] += 1
         try:
             format_name, row = row_format(record, source, format_name)
@@ -181,6 +193,17 @@ def _rows(source: Source, report: DropReport, malformed: list[Drop]) -> Iterator
             malformed.append(_malformed(source, record.origin, error))
             continue
         yield record.origin, format_name, row
+
+
+def usual_format(records: Sequence[Record], source: Source) -> str:
+    """The format of a source: if it is to be found, the format of most rows of a sample; empty if none has a known one."""
+    if source.format != "auto":
+        return source.format
+    found: Counter[str] = Counter()
+    for at in range(0, len(records), max(1, len(records) // _SAMPLE)):
+        with suppress(*_MALFORMED):
+            found[row_format(records[at], source)[0]] += 1
+    return max(found, key=found.__getitem__, default="")
 
 
 def row_format(record: Record, source: Source, known: str = "") -> tuple[str, Row]:
@@ -194,7 +217,7 @@ def row_format(record: Record, source: Source, known: str = "") -> tuple[str, Ro
 
 
 def _refuse_others(row: Row, format_name: str) -> None:
-    """Raise DataError for a row with answers or verdicts that `format_name`, the format of the first row, leaves out."""
+    """Raise DataError for a row with answers or verdicts that `format_name`, the format of most rows, leaves out."""
     if format_name == "prompt":
         refuse_hidden_answers(row)
     elif format_name == "implicit_preference" or (
@@ -207,7 +230,7 @@ def _refuse_others(row: Row, format_name: str) -> None:
                 raise
             return  # the adapter finds what the row lacks
         if own not in (format_name, *JUDGED_FORMATS, "prompt"):
-            rule = f"its columns are those of {own!r}, and the source begins with {format_name!r}"
+            rule = f"its columns are those of {own!r}, and most rows are {format_name!r}"
             raise DataError(f"mixed formats: {rule}; set `format`, or make it two sources")
 
 
@@ -231,7 +254,7 @@ def _examples(
         labels=labels,
     )
     if source.format == "auto":
-        refuse_left_out(examples[0].unread)
+        refuse_left_out(examples[0].unread, row)
     if labels == "answer" and format_name in JUDGED_FORMATS and examples[0].chosen:
         refuse_verdict(row, source)
     return examples
@@ -314,16 +337,30 @@ def _drop_near_duplicates(assigned: dict[str, dict[str, list[Example]]], thresho
                 assigned[name][source] = pool.distinct(found, report)
 
 
-def _mixed(by_source: dict[str, list[Example]], config: Files, *, seed: int, report: DropReport) -> list[Example]:
-    """Return the rows of one table in their final order."""
-    if config.mixture == "weights":
-        rows = mix(by_source, {source.name: source.weight for source in config.sources}, seed=seed)
+def _mixed(
+    by_source: dict[str, list[Example]], config: Files, *, trains: bool, seed: int, report: DropReport
+) -> list[Example]:
+    """The rows of one table in their final order. Only rows that a stage `trains` on may be repeated."""
+    weights = {source.name: source.weight for source in config.sources}
+    if config.stopping_strategy and trains:
+        orders = {
+            name: shuffled(by_source[name], seed=derive_seed(seed, "source", name))
+            for name in weights
+            if by_source[name]
+        }
+        lengths = {name: len(rows) for name, rows in orders.items()}
+        shares = {name: weights[name] for name in orders}
+        drawn = interleave(lengths, shares, stopping_strategy=config.stopping_strategy, seed=seed) if shares else ()
+        rows = [orders[name][position] for name, position in drawn]
+    elif config.mixture == "weights":
+        rows = mix(by_source, weights, seed=seed)
     else:
         rows = shuffled([example for found in by_source.values() for example in found], seed=seed)
     if config.max_rows:
         rows = rows[: config.max_rows]
+    taken = {id(example) for example in rows}
     for name, found in by_source.items():
-        left = len(found) - sum(example.source == name for example in rows)
+        left = sum(id(example) not in taken for example in found)
         if left:
             report.unused[name] += left
     return rows

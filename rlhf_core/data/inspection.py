@@ -11,13 +11,13 @@ from typing import Any
 from rlhf_core.config.data import KINDS, Columns, Source
 from rlhf_core.data.cleaning import deduplicate, exact
 from rlhf_core.data.columns import is_empty
-from rlhf_core.data.files import best_against_worst, pair_unpaired, read_examples, row_format
+from rlhf_core.data.files import best_against_worst, pair_unpaired, read_examples, usual_format
 from rlhf_core.data.formats import Example
 from rlhf_core.data.limits import DropReport, Reason
 from rlhf_core.data.mixing import misfit
 from rlhf_core.data.sources import Record, read
 from rlhf_core.data.turns import Turns
-from rlhf_core.errors import DataError, RlhfError
+from rlhf_core.errors import RlhfError
 
 ROWS_FOR_COLUMNS = 100  # rows whose columns are listed; later rows of a table rarely have others
 SHOWN_ROWS = 2  # of each source
@@ -79,7 +79,7 @@ def _inspect(source: Source, guessed: Mapping[str, str] | None = None) -> Source
     tables, empty = _tables(examples, min_margin=source.min_margin)
     return SourceReport(
         source,
-        format=_format(first, source),
+        format=usual_format(first, source),
         rows_read=report.rows_read[source.name],
         usable=len({example.origin for example in examples}),
         columns_read=columns_read,
@@ -99,16 +99,6 @@ def _columns(records: Sequence[Record]) -> Counter[str]:
 
 def _first(source: Source) -> Iterator[Record]:
     return islice(read(source), ROWS_FOR_COLUMNS)
-
-
-def _format(records: Sequence[Record], source: Source) -> str:
-    """Return the format of the first readable record, which decides for its source."""
-    for record in records:
-        try:
-            return row_format(record, source, "" if source.format == "auto" else source.format)[0]
-        except (DataError, RecursionError):
-            continue
-    return ""
 
 
 def _tables(examples: Sequence[Example], *, min_margin: float) -> tuple[dict[str, int], dict[str, str]]:

@@ -1,14 +1,17 @@
 """Report dropped rows, and drop those that exceed a limit in tokens or spell control tokens of the policy's tokenizer."""
 
+import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import takewhile
 from pathlib import PurePath
 from typing import Any, TypeAlias
 
-from rlhf_core.data.chat import UNLIMITED, ChatTemplate
+from rlhf_core.data.chat import UNLIMITED, ChatTemplate, Segments
 from rlhf_core.data.chat_templates import is_content, structure
 from rlhf_core.data.tables import Demonstration, Feedback, Preference, SteppedAnswer, Tables
+from rlhf_core.data.token_bounds import TokenBounds
 from rlhf_core.errors import DataError
 from rlhf_core.types import Message, Prompt
 
@@ -135,37 +138,54 @@ class DropReport:
 Row: TypeAlias = Demonstration | Preference | Prompt | SteppedAnswer | Feedback
 
 _PROBE = (Message("user", "Hi"),)
+BATCH = 1 << 20
+"""Characters of the rows that are checked together: the tokenizer takes a few hundred bytes for each of their tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLimits:
+    """The limits of `prepare_data` in tokens.
+
+    A prompt is counted with its generation prompt, a row with its longest answer, and an answer by its trained tokens, the
+    end-of-turn token among them.
+    """
+
+    max_prompt_tokens: int
+    max_tokens: int
+    min_answer_tokens: int
 
 
 def limit(
     tables: Tables,
     chat: ChatTemplate,
+    limits: TokenLimits,
     *,
-    max_prompt_tokens: int,
-    max_tokens: int,
-    min_answer_tokens: int,
     origins: Mapping[str, Origin],
     report: DropReport,
+    progress: Callable[[str], None],
 ) -> Tables:
     """Return `tables` without the rows that exceed a limit, and add each dropped row to `report`.
 
-    The length of a prompt includes its generation prompt, and the length of a row is that with its longest answer. An
-    answer is counted by its trained tokens, including the end-of-turn token. Rows whose content spells a control token
-    of the tokenizer are dropped, because it would forge turns.
+    Rows whose content spells a control token of the tokenizer are dropped, because it would forge turns. `progress` gets
+    the number of rows that are done, and their rate.
     """
-    control = control_tokens(chat)
-
-    def kept(rows: Sequence[Row]) -> tuple[Any, ...]:
+    reasons = _Reasons(chat, limits, chat.token_bounds(), control_tokens(chat))
+    named = tables.named()
+    done, total, began = 0, sum(map(len, named.values())), time.monotonic()
+    kept: dict[str, Any] = {}
+    for name, rows in named.items():
         good: list[Row] = []
-        for row in rows:
-            reason = _broken(row, chat, control, max_prompt_tokens, max_tokens, min_answer_tokens)
-            if reason is None:
-                good.append(row)
-            else:
-                report.add(row.source, origins[row.id], reason)
-        return tuple(good)
-
-    return Tables(**{name: kept(rows) for name, rows in tables.named().items()})
+        for batch in _batches(rows):
+            for row, reason in zip(batch, reasons(batch), strict=True):
+                if reason is None:
+                    good.append(row)
+                else:
+                    report.add(row.source, origins[row.id], reason)
+            done += len(batch)
+            rate = done / max(time.monotonic() - began, 1e-6)
+            progress(f"{done:,} of {total:,} rows, {rate:,.0f} a second")
+        kept[name] = tuple(good)
+    return Tables(**kept)
 
 
 def control_tokens(chat: ChatTemplate) -> list[str]:
@@ -201,34 +221,152 @@ def parts(row: Row) -> tuple[tuple[Message, ...], tuple[tuple[Message, ...], ...
     return row.messages, ()
 
 
-def _broken(
-    row: Row,
-    chat: ChatTemplate,
-    control: Sequence[str],
-    max_prompt_tokens: int,
-    max_tokens: int,
-    min_answer_tokens: int,
-) -> str | None:
-    """Return the reason to drop `row`, or None to keep it."""
-    prompt, answers = parts(row)
-    for message in (*prompt, *(message for answer in answers for message in answer)):
-        for token in control:
-            if token in message.content or token in message.tool_fields:
-                return f"content holds a control token: {token}"
-    try:
-        samples = [chat.continuation(prompt, answer, max_length=UNLIMITED) for answer in answers]
-        length = 0 if answers else len(chat.prompt_ids(prompt))
+def _batches(rows: Sequence[Row]) -> Iterator[list[Row]]:
+    """Yield the rows in order, in batches of about `BATCH` characters."""
+    batch: list[Row] = []
+    size = 0
+    for row in rows:
+        prompt, answers = parts(row)
+        batch.append(row)
+        size += sum(len(message.content) for turns in (prompt, *answers) for message in turns)
+        if size >= BATCH:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+@dataclass(frozen=True, slots=True)
+class _Texts:
+    """The rendered text of a row in pieces: with each of its answers, or of a prompt without any.
+
+    SFT trains earlier answers of a demonstration, too: `examples` are the pieces of its samples, if it has such answers.
+    """
+
+    answered: list[Segments]
+    bare: Segments
+    examples: list[Segments]
+
+    def map(self, change: Callable[[Segments], Segments]) -> "_Texts":
+        """The texts with each list of segments changed."""
+        return _Texts(
+            answered=[change(one) for one in self.answered],
+            bare=change(self.bare),
+            examples=[change(one) for one in self.examples],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Reasons:
+    """Computes why rows are dropped. Only rows that may not fit, by the length of their texts, are tokenized."""
+
+    chat: ChatTemplate
+    limits: TokenLimits
+    bounds: TokenBounds | None
+    control: Sequence[str]
+
+    def __call__(self, rows: Sequence[Row]) -> list[str | None]:
+        """The reason to drop each row, or None to keep it."""
+        reasons: list[str | None] = [None] * len(rows)
+        # First the rows that need no tokens: content is searched, and lengths are bounded.
+        undecided: dict[int, _Texts] = {}
+        for at, row in enumerate(rows):
+            try:
+                reasons[at] = self._find_control_token(row)
+                if reasons[at] is None and not self._must_fit(texts := self._texts(row)):
+                    undecided[at] = texts
+            except DataError as error:
+                reasons[at] = f"chat template: {error}"
+
+        # Then the others, tokenized in one call.
+        shown = {at: texts.map(self._shorten) for at, texts in undecided.items()}
+        self.chat.encode_ahead(
+            segments for texts in shown.values() for segments in (*texts.answered, texts.bare, *texts.examples)
+        )
+        for at, texts in undecided.items():
+            try:
+                reasons[at] = self._misfit(shown[at], texts)
+            except DataError as error:
+                reasons[at] = f"chat template: {error}"
+        return reasons
+
+    def _find_control_token(self, row: Row) -> str | None:
+        """The reason to drop a row whose messages or tool fields spell a control token, which would forge a turn."""
+        prompt, answers = parts(row)
+        said = [message for answer in answers for message in answer]
+        for message in (*prompt, *said):
+            for token in self.control:
+                if token in message.content or token in message.tool_fields:
+                    return f"content holds a control token: {token}"
+        return None
+
+    def _texts(self, row: Row) -> _Texts:
+        """The rendered text of a row. Raises DataError if the chat template rejects it."""
+        prompt, answers = parts(row)
+        answered = [self.chat.segments((*prompt, *answer), answers_from=len(prompt)) for answer in answers]
+        bare = [] if answers else self.chat.prompt_segments(prompt)
         if isinstance(row, Demonstration) and any(message.role == "assistant" for message in prompt):
-            chat.examples(row.messages, max_length=UNLIMITED)  # SFT trains earlier answers, too, so each needs a mask
-    except DataError as error:
-        return f"chat template: {error}"
-    for sample in samples:
-        if sample is None or sample.loss_mask.count(1) < min_answer_tokens:
-            return f"answer too short: fewer than {min_answer_tokens} trained tokens"
-        length = sample.loss_mask.index(1)  # the answer begins where its prompt ends
-    if length > max_prompt_tokens:
-        return f"prompt too long: {length} tokens, at most {max_prompt_tokens}"
-    for sample in samples:
-        if sample is not None and len(sample.token_ids) > max_tokens:
-            return f"conversation too long: {len(sample.token_ids)} tokens, at most {max_tokens}"
-    return None
+            return _Texts(answered, bare, self.chat.example_segments(row.messages))
+        return _Texts(answered, bare, [])
+
+    def _must_fit(self, texts: _Texts) -> bool:
+        """True if, by their lengths, no text is too long, and an answer has its end-of-turn token and needs no more."""
+        bounds, limits = self.bounds, self.limits
+        if bounds is None or not bounds.growth or limits.min_answer_tokens > 1:
+            return False
+        for segments in texts.answered:
+            asked = _prompt_of(segments)
+            if not asked or not all(bounds.end in text for text, trained in segments if trained):
+                return False
+            if _sum(bounds.most, asked) > limits.max_prompt_tokens:
+                return False
+            if _sum(bounds.most, segments) > limits.max_tokens:
+                return False
+        return _sum(bounds.most, texts.bare) <= limits.max_prompt_tokens
+
+    def _shorten(self, segments: Segments) -> Segments:
+        """The segments, with a beginning of each that cannot fit: the beginning cannot fit either."""
+        if (bounds := self.bounds) is None:
+            return segments
+        most, ends = max(asdict(self.limits).values()), self.chat.end_texts
+        # An answer keeps its end: without one it would have no trained token, and the reason would be a wrong one.
+        return [(bounds.shorten(text, tokens=most, ends=ends if answer else ()), answer) for text, answer in segments]
+
+    def _misfit(self, shown: _Texts, texts: _Texts) -> str | None:
+        """Why a row is dropped by the tokens of `shown`, the shortened `texts`."""
+        limits, chat = self.limits, self.chat
+        samples = [chat.sample(segments, max_length=UNLIMITED) for segments in shown.answered]
+        for segments in shown.examples:  # each needs a mask
+            chat.sample(segments, max_length=UNLIMITED)
+
+        # The order of the checks is the order of the reasons in the report: an answer, its prompt, the whole.
+        length = sum(map(len, chat.pieces(shown.bare)))
+        for sample in samples:
+            if sample is None or sample.loss_mask.count(1) < limits.min_answer_tokens:
+                return f"answer too short: fewer than {limits.min_answer_tokens} trained tokens"
+            length = sample.loss_mask.index(1)  # the answer begins where its prompt ends
+        if length > limits.max_prompt_tokens:
+            pair = (shown.answered, texts.answered) if samples else ([shown.bare], [texts.bare])
+            size = self._size(length, *(_prompt_of(found[-1]) for found in pair))
+            return f"prompt too long: {size}, at most {limits.max_prompt_tokens}"
+        for sample, short, whole in zip(samples, shown.answered, texts.answered, strict=True):
+            if sample is not None and len(sample.token_ids) > limits.max_tokens:
+                size = self._size(len(sample.token_ids), short, whole)
+                return f"conversation too long: {size}, at most {limits.max_tokens}"
+        return None
+
+    def _size(self, tokens: int, shown: Segments, whole: Segments) -> str:
+        """The size in a reason: the number of tokens, or a lower bound if only a part of the text was tokenized."""
+        if shown == whole or self.bounds is None:
+            return f"{tokens} tokens"
+        return f"at least {_sum(self.bounds.least, whole)} tokens"
+
+
+def _prompt_of(segments: Segments) -> Segments:
+    """The segments before the first answer to train on."""
+    return list(takewhile(lambda one: not one[1], segments))
+
+
+def _sum(bound: Callable[[str], int], segments: Segments) -> int:
+    """A bound on the tokens of all segments, which are tokenized one by one."""
+    return sum(bound(text) for text, _ in segments)

@@ -7,9 +7,11 @@ killed stage can continue after its last shard.
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import pairwise
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,12 +20,14 @@ import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
 from rlhf_core.errors import DataError
+from rlhf_core.sequences import join_rows, offsets_of
 from rlhf_core.store.layout import fsync_path, remove_tree
-from rlhf_core.types import ActionSpan, Column, Completion, Generation, Message, Prompt, Rollout
+from rlhf_core.types import ActionSpan, Column, Completion, Generation, Message, Prompt, Rollout, chunks
 
 # ---------------------------------------------------------------- single files
 
 R = TypeVar("R")
+_PART = 10_000  # rows that are converted to Arrow at a time
 MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))  # the column type of a conversation
 
 
@@ -35,10 +39,26 @@ CONVERSATIONAL = pa.field("conversational", pa.bool_())
 
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, str]]:
     """Return messages as values of a `MESSAGES` column. Raises DataError for tool calls, which it cannot hold."""
-    if any(message.tool_fields for message in messages):
+    if any(
+        json.loads(message.tool_fields).keys() - {"chat_template_kwargs"} for message in messages if message.tool_fields
+    ):
         rule = "this table holds no tool calls"
         raise DataError("messages", [message.role for message in messages], rule, "use them in demonstrations")
     return [{"role": message.role, "content": message.content} for message in messages]
+
+
+def widened(schema: pa.Schema, columns: Mapping[str, Sequence[Sequence[Message]]]) -> pa.Schema:
+    """The schema, where columns of conversations can hold arguments of their chat template if one has any.
+
+    Raises DataError for tool calls.
+    """
+    for place, one in enumerate(schema):
+        found = columns[one.name] if one.type == MESSAGES else ()
+        if any(message.tool_fields for messages in found for message in messages):
+            for messages in found:
+                plain_messages(messages)
+            schema = schema.set(place, pa.field(one.name, MESSAGES_WITH_TOOLS))
+    return schema
 
 
 def tool_messages(messages: Sequence[Message]) -> list[dict[str, str]]:
@@ -58,7 +78,20 @@ def write_rows(path: Path, schema: pa.Schema, rows: Sequence[Any], *, optional: 
     """
     if optional is not None and any(getattr(row, optional.name) for row in rows):
         schema = schema.append(optional)
-    write_table(path, schema, [{one.name: _cell(getattr(row, one.name), one.type) for one in schema} for row in rows])
+    schema = widened(schema, {one.name: [getattr(row, one.name) for row in rows] for one in schema})
+    write_table(path, schema, {one.name: _column(rows, one) for one in schema})
+
+
+def _column(rows: Sequence[Any], field: pa.Field) -> pa.Array | pa.ChunkedArray:
+    """The values of a field in all rows, converted in parts: dictionaries take more memory than the texts in them.
+
+    Above 2 GiB of text Arrow keeps several parts.
+    """
+    parts = [
+        pa.array([_cell(getattr(row, field.name), field.type) for row in rows[at : at + _PART]], type=field.type)
+        for at in range(0, len(rows), _PART)
+    ]
+    return pa.chunked_array(parts, type=field.type).combine_chunks()  # in one piece: the bytes do not depend on parts
 
 
 def _cell(value: Any, kind: pa.DataType) -> Any:
@@ -83,21 +116,23 @@ def read_rows(path: Path, schema: pa.Schema, kind: type[R], *, optional: pa.Fiel
     ]
 
 
-def write_table(path: Path, schema: pa.Schema, rows: list[dict[str, Any]], **options: Any) -> None:
-    """Write `rows` to `path` atomically, with options of `pyarrow.parquet.write_table`."""
+def write_table(path: Path, schema: pa.Schema, columns: Mapping[str, list[Any] | pa.Array], **options: Any) -> None:
+    """Write the columns of `schema` to `path` atomically, with options of `pyarrow.parquet.write_table`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    arrays = [_array([row.get(field.name) for row in rows], field.type) for field in schema]
+    arrays = [_array(columns[field.name], field.type) for field in schema]
     pq.write_table(pa.Table.from_arrays(arrays, schema=schema), temporary, **options)
     _put(temporary, path)
 
 
-def _array(cells: list[Any], kind: pa.DataType) -> pa.Array:
+def _array(cells: list[Any] | pa.Array | pa.ChunkedArray, kind: pa.DataType) -> pa.Array | pa.ChunkedArray:
     """Return the cells of a column of a table; those that are columns themselves without a Python object per number."""
+    if isinstance(cells, (pa.Array, pa.ChunkedArray)):
+        return cells
     if not cells or not isinstance(cells[0], Column):
         return pa.array(cells, type=kind)
-    ends = np.cumsum([0, *map(len, cells)], dtype=np.int32)
-    return pa.ListArray.from_arrays(ends, pa.array(np.concatenate([cell.data for cell in cells])).cast(kind.value_type))
+    numbers, lengths = join_rows(cells[0].kind, cells)
+    return pa.ListArray.from_arrays(offsets_of(lengths).astype(np.int32), pa.array(numbers).cast(kind.value_type))
 
 
 def _per_token(name: str, lists: pa.ListArray) -> list[Column[Any]]:
@@ -135,11 +170,13 @@ def read_table(path: Path, schema: pa.Schema, *, since: Sequence[str] = ()) -> l
         raise DataError("table", str(path), f"lacks the columns {missing}", "prepare the data again")
     columns = [name for name in schema.names if name in there]
     table = pq.read_table(path, columns=columns)
-    per_token = {name: _per_token(name, table[name].combine_chunks()) for name in columns if name in PER_TOKEN}
-    rows: list[dict[str, Any]] = table.drop_columns(list(per_token)).to_pylist()
-    absent = dict.fromkeys(name for name in schema.names if name not in there)
-    held = [dict(zip(per_token, cells, strict=True)) for cells in zip(*per_token.values(), strict=True)]
-    return [row | absent | own for row, own in zip(rows, held or [{}] * len(rows), strict=True)]
+    per_token = [name for name in columns if name in PER_TOKEN]
+    absent = dict.fromkeys(set(schema.names) - there)
+    rows = [row | absent for row in table.drop_columns(per_token).to_pylist()]
+    for name in per_token:
+        for row, numbers in zip(rows, _per_token(name, table[name].combine_chunks()), strict=True):
+            row[name] = numbers
+    return rows
 
 
 # ---------------------------------------------------------------- shards
@@ -168,13 +205,33 @@ GENERATIONS_SCHEMA = pa.schema(
         "episode_score": pa.float64(),
     }
 )
-_OF_ROLLOUTS = {
-    "reward": pa.float64(),
-    "reward_components": pa.map_(pa.string(), pa.float64()),
-    "invalid": pa.string(),
-    "score": pa.float64(),
+ROLLOUTS_SCHEMA = pa.schema(
+    [
+        *GENERATIONS_SCHEMA,
+        ("reward", pa.float64()),
+        ("reward_components", pa.map_(pa.string(), pa.float64())),
+        ("invalid", pa.string()),
+        ("score", pa.float64()),
+    ]
+)
+_ATTRIBUTES = {
+    "prompt_id": "prompt.id",
+    "messages": "prompt.messages",
+    "label": "prompt.label",
+    "source": "prompt.source",
+    "conversational": "prompt.conversational",
+    "token_ids": "completion.token_ids",
+    "logprobs": "completion.logprobs",
+    "text": "completion.text",
+    "finish_reason": "completion.finish_reason",
+    "policy_version": "completion.policy_version",
+    "seed": "completion.seed",
+    "spans": "completion.spans",
+    "failure": "completion.failure",
+    "extras": "completion.extras",
+    "episode_score": "completion.score",
 }
-ROLLOUTS_SCHEMA = pa.schema([*GENERATIONS_SCHEMA, *_OF_ROLLOUTS.items()])
+"""Attribute of a generation or rollout that a column holds, if it has another name than the column."""
 SINCE = ("episode_score", "score", CONVERSATIONAL.name)
 """Columns that the earliest shards lack, or all whose prompts were text."""
 
@@ -223,7 +280,7 @@ def read_index(folder: Path) -> dict[str, Any]:
 
 def write_generations(folder: Path, shard: int, rows: Sequence[Generation]) -> None:
     """Write one shard of unscored generations."""
-    _write_shard(folder, shard, GENERATIONS_SCHEMA, [_generation_row(row) for row in rows])
+    _write_shard(folder, shard, GENERATIONS_SCHEMA, rows)
 
 
 def read_generations(folder: Path) -> list[Generation]:
@@ -233,13 +290,7 @@ def read_generations(folder: Path) -> list[Generation]:
 
 def write_rollouts(folder: Path, shard: int, rows: Sequence[Rollout], **options: Any) -> None:
     """Write one shard of scored rollouts, with options of `pyarrow.parquet.write_table`."""
-    scored = [
-        _generation_row(row)
-        | {name: getattr(row, name) for name in _OF_ROLLOUTS}
-        | {"reward_components": sorted(row.reward_components.items())}
-        for row in rows
-    ]
-    _write_shard(folder, shard, ROLLOUTS_SCHEMA, scored, **options)
+    _write_shard(folder, shard, ROLLOUTS_SCHEMA, rows, **options)
 
 
 def read_rollouts(folder: Path) -> list[Rollout]:
@@ -252,9 +303,20 @@ def read_rollouts(folder: Path) -> list[Rollout]:
     return found
 
 
-def _write_shard(folder: Path, shard: int, schema: pa.Schema, rows: list[dict[str, Any]], **options: Any) -> None:
-    conversational = any(row[CONVERSATIONAL.name] for row in rows)
-    write_table(shard_path(folder, shard), schema.append(CONVERSATIONAL) if conversational else schema, rows, **options)
+def _write_shard(folder: Path, shard: int, schema: pa.Schema, rows: Sequence[Any], **options: Any) -> None:
+    if any(row.prompt.conversational for row in rows):
+        schema = schema.append(CONVERSATIONAL)
+    columns = {name: list(map(attrgetter(_ATTRIBUTES.get(name, name)), rows)) for name in schema.names}
+    schema = widened(schema, columns)
+    conversations = {id(one): one for one in columns["messages"]}  # the samples of a prompt share one
+    kind = schema.field("messages").type
+    plain = {number: _cell(one, kind) for number, one in conversations.items()}
+    columns["messages"] = [plain[id(one)] for one in columns["messages"]]
+    # Empty tuples are one object: thousands of empty lists would make Python look for garbage.
+    columns["spans"] = [tuple(map(asdict, spans)) for spans in columns["spans"]]
+    for name in {"extras", "reward_components"} & columns.keys():
+        columns[name] = [tuple(sorted(figures.items())) for figures in columns[name]]
+    write_table(shard_path(folder, shard), schema, columns, **options)
 
 
 def _read_shards(folder: Path, schema: pa.Schema) -> Iterator[dict[str, Any]]:
@@ -263,28 +325,6 @@ def _read_shards(folder: Path, schema: pa.Schema) -> Iterator[dict[str, Any]]:
         raise DataError("shards", str(folder), "has no shard-*.parquet", "generate or score again")
     for path in found:
         yield from read_table(path, schema.append(CONVERSATIONAL), since=SINCE)
-
-
-def _generation_row(row: Generation | Rollout) -> dict[str, Any]:
-    completion = row.completion
-    return {
-        "prompt_id": row.prompt.id,
-        "messages": plain_messages(row.prompt.messages),
-        "label": row.prompt.label,
-        "source": row.prompt.source,
-        "conversational": row.prompt.conversational,
-        "prompt_ids": row.prompt_ids,
-        "token_ids": completion.token_ids,
-        "logprobs": completion.logprobs,
-        "text": completion.text,
-        "finish_reason": completion.finish_reason,
-        "policy_version": completion.policy_version,
-        "seed": completion.seed,
-        "spans": [asdict(span) for span in completion.spans],
-        "failure": completion.failure,
-        "extras": sorted(completion.extras.items()),
-        "episode_score": completion.score,
-    }
 
 
 def _generation(row: dict[str, Any]) -> Generation:
@@ -342,15 +382,26 @@ class ScoredStep:
     pool: Pool = Pool()
 
 
+SHARD_TOKENS = 2**18
+"""Tokens in a shard of the log. Writing a shard takes about 33 MiB of memory, and writing a step as one file 48 bytes per
+token of the step."""
+
+
 class RolloutLog:
-    """A log with one folder per step below `folder`. A step is valid only for the policy digest that made it."""
+    """A log with one folder per step below `folder`. A step is valid only for the policy digest that made it.
+
+    Steps are written in a thread, one at a time. `wait` for it before anything is done that a resumed run must not repeat.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollouts")
+        self._writing: Future[None] | None = None
 
     def read(self, step: int, *, policy: str) -> ScoredStep | None:
         """Return the shard of the policy with this digest for `step`, None if there is none."""
-        folder = self._of(step)
+        self.wait()
+        folder = _folder_of(self._folder, step)
         if not folder.is_dir():
             return None
         index = read_index(folder)
@@ -361,23 +412,38 @@ class RolloutLog:
     def write(
         self, step: int, rollouts: Sequence[Rollout], scorer: dict[str, Any], *, policy: str, pool: Pool = Pool()
     ) -> None:
-        final = self._of(step)
-        temporary = final.with_name(f".{final.name}")
-        for stale in (temporary, final):
-            remove_tree(stale)
-        write_rollouts(temporary, 0, rollouts, compression="zstd", use_dictionary=False)  # no two numbers are equal
-        write_pool(temporary / POOL, pool)
-        write_index(temporary, {"policy": policy, "scorer": scorer})
-        temporary.rename(final)
+        """Begin to write a step, once the one before is written."""
+        self.wait()
+
+        def work() -> None:
+            final = _folder_of(self._folder, step)
+            temporary = final.with_name(f".{final.name}")
+            for stale in (temporary, final):
+                remove_tree(stale)
+            longest = max((len(one.completion.token_ids) for one in rollouts), default=0)
+            size = 1 + SHARD_TOKENS // (1 + longest)
+            for number, part in enumerate(chunks(rollouts, size) or [[]]):
+                # Numbers that are all different do not compress, and trying takes three times as long as writing them.
+                options = {"compression": "none", "use_dictionary": False, "write_statistics": False}
+                write_rollouts(temporary, number, part, **options)
+            pa.default_memory_pool().release_unused()
+            write_pool(temporary / POOL, pool)
+            write_index(temporary, {"policy": policy, "scorer": scorer})
+            temporary.rename(final)
+
+        self._writing = self._thread.submit(work)
+
+    def wait(self) -> None:
+        """Wait until the last step is on disk. Raises the error of writing it."""
+        if self._writing is not None:
+            self._writing.result()
 
     def forget(self, *, before: int) -> None:
         """Remove the steps below `before`."""
+        self.wait()
         for folder in self._folder.glob("step-*"):
             if _step(folder) < before:
                 remove_tree(folder)
-
-    def _of(self, step: int) -> Path:
-        return _folder_of(self._folder, step)
 
 
 def write_drawn(folder: Path, drawn: dict[int, Drawn]) -> None:

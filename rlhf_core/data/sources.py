@@ -8,7 +8,7 @@ import io
 import json
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,16 +17,31 @@ from typing import IO, Any
 import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
-from rlhf_core.config.data import Source
+from rlhf_core.config.data import Columns, Source
+from rlhf_core.data.comparisons import RESPONSES
 from rlhf_core.data.file_types import PACKED, at_path, file_type, refuse_other_type, source_files
 from rlhf_core.data.limits import Origin
-from rlhf_core.data.turns import RepeatedKey, from_json
-from rlhf_core.errors import DataError
+from rlhf_core.data.turns import WORTHS, RepeatedKey, from_json, looks_like_turns, spelling
+from rlhf_core.errors import DataError, explain
 
 csv.field_size_limit(1 << 30)  # a cell may hold a long conversation; the default is 128 KiB
 
 _BAD_VALUE = (ValueError, OverflowError, TypeError, KeyError, pa.ArrowException)
 """Errors for values that Python cannot represent: dates before year 1, text that is not UTF-8, unknown time zones."""
+_TEXTS = {
+    *("prompt", "instruction", "question", "query", "problem", "input", "completion", "answer", "output", "response"),
+    *(
+        "chosen",
+        "rejected",
+        "text",
+        "label",
+        "system",
+        "system_prompt",
+        "system_message",
+        *(name for pair in RESPONSES for name in pair),
+    ),
+}
+"""Columns of text. What looks like JSON there was written by a person or a model: `[1, 2]` may be an answer."""
 _BATCH = 1000  # rows that are converted to Python at a time
 _BEGINNING = 1 << 16  # number of bytes in which the type of a file shows
 
@@ -44,7 +59,7 @@ def read(source: Source) -> Iterator[Record]:
     """Yield every row of `source`, readable or not. Raises DataError if the file is missing or of another type."""
     kind = file_type(source)
     if kind == "hub":
-        yield from _records(source.path, _dataset_rows(_hub_rows(source)))
+        yield from _records(source.path, _dataset_rows(_hub_rows(source), source))
         return
     files = [Path(source.path).expanduser()] if kind == "saved_dataset" else source_files(source.path)
     for path in files:
@@ -114,7 +129,10 @@ def _json(path: Path, source: Source) -> Iterator[Record]:
 
 
 def _csv(path: Path, source: Source, delimiter: str = ",") -> Iterator[Record]:
-    """Yield CSV rows, with cells that contain a JSON list or object (turns, for example) parsed."""
+    """Yield CSV rows, with the JSON of lists and objects parsed. Cells of prompts, answers and labels stay text, except turns."""
+    mapped = {ours: theirs for ours in Columns.model_fields if (theirs := getattr(source.columns, ours))}
+    texts = (_TEXTS - set(mapped.values())) | {theirs for ours, theirs in mapped.items() if ours in _TEXTS}
+    prose = texts - {"label", source.columns.label}
     with _open(path, errors="surrogateescape") as stream:
         reader = csv.DictReader(stream, strict=True, delimiter=delimiter)
         _refuse_twins(reader.fieldnames or (), source)
@@ -127,7 +145,9 @@ def _csv(path: Path, source: Source, delimiter: str = ",") -> Iterator[Record]:
                 yield Record(origin, {}, f"not a row: {len(reader.fieldnames or ())} cells are needed")
             else:
                 try:
-                    yield Record(origin, {name: _cell(value) for name, value in row.items()}, "")
+                    yield Record(
+                        origin, {name: _cell(value, name in texts, name in prose) for name, value in row.items()}, ""
+                    )
                 except RepeatedKey as error:
                     yield Record(origin, {}, str(error))
 
@@ -152,7 +172,8 @@ def _csv_rows(reader: csv.DictReader[str]) -> Iterator[tuple[int, dict[str, Any]
 def _parquet(path: Path, source: Source) -> Iterator[Record]:
     table = pq.ParquetFile(path, page_checksum_verification=True)
     _refuse_twins(table.schema_arrow.names, source)
-    yield from _records(source.path, _table_rows(table.iter_batches()))
+    rows = _with_names(_table_rows(table.iter_batches()), _features(table.schema_arrow.metadata), source)
+    yield from _records(source.path, rows)
 
 
 def _arrow(path: Path, source: Source) -> Iterator[Record]:
@@ -165,7 +186,8 @@ def _arrow(path: Path, source: Source) -> Iterator[Record]:
             table = pa.ipc.open_stream(stream).read_all()
         _refuse_twins(table.column_names, source)
         table.validate(full=True)  # a damaged offset would be read beyond the end of the file
-        yield from _records(source.path, _table_rows(table.to_batches(max_chunksize=_BATCH)))
+        rows = _table_rows(table.to_batches(max_chunksize=_BATCH))
+        yield from _records(source.path, _with_names(rows, _features(table.schema.metadata), source))
 
 
 def _saved_dataset(path: Path, source: Source) -> Iterator[Record]:
@@ -182,7 +204,7 @@ def _saved_dataset(path: Path, source: Source) -> Iterator[Record]:
             raise DataError(key, source.split, rule, "set `split`")
         found = found[source.split]
     found.data.validate(full=True)
-    yield from _records(source.path, _dataset_rows(found))
+    yield from _records(source.path, _dataset_rows(found, source))
 
 
 def _hub_rows(source: Source) -> Any:
@@ -228,15 +250,18 @@ def _table_rows(batches: Iterable[Any]) -> Iterator[Any]:
         yield from rows
 
 
-def _dataset_rows(found: Any) -> Iterator[Any]:
+def _dataset_rows(found: Any, source: Source) -> Iterator[Any]:
     """Yield the rows of a dataset, or the error for a row with a value that Python cannot represent."""
-    for start in range(0, len(found), _BATCH):
-        part = found.select(range(start, min(start + _BATCH, len(found))))
-        try:
-            rows = list(part)
-        except _BAD_VALUE:
-            rows = [_row_or_error(part.__getitem__, at) for at in range(len(part))]
-        yield from rows
+
+    def rows() -> Iterator[Any]:
+        for start in range(0, len(found), _BATCH):
+            part = found.select(range(start, min(start + _BATCH, len(found))))
+            try:
+                yield from list(part)
+            except _BAD_VALUE:
+                yield from [_row_or_error(part.__getitem__, at) for at in range(len(part))]
+
+    return _with_names(rows(), found.features.to_dict(), source)
 
 
 def _row_or_error(read_row: Callable[[Any], Any], where: Any) -> Any:
@@ -266,12 +291,67 @@ def _refuse_twins(names: Sequence[str], source: Source) -> None:
         raise DataError(at_path(source, f"has more than one column {twins[0]!r}", "rename one of them"))
 
 
-def _cell(value: str) -> Any:
+def _cell(value: str, text: bool, prose: bool) -> Any:
     if value[:1] in ("[", "{"):
         try:
-            return from_json(value)
+            parsed = from_json(value)
         except DataError as error:
-            if isinstance(error, RepeatedKey):
+            if isinstance(error, RepeatedKey) and not prose:
                 raise
             return value
+        return parsed if not text or looks_like_turns(parsed) else value
     return value
+
+
+# ---------------------------------------------------------------- named classes
+
+
+def _with_names(rows: Iterable[Any], features: Mapping[str, Any], source: Source) -> Iterator[Any]:
+    """Yield rows of the `datasets` library with the names of classes for their numbers, which have any order.
+
+    Raises DataError for verdicts whose names do not say which one is good.
+    """
+    classes = {name: one for name, one in features.items() if _has_classes(one)}
+    label = source.columns.label or "label"
+    names = classes.get(label, {}).get("names", []) if isinstance(classes.get(label), Mapping) else []
+    judged = source.label_coding == "verdict" or source.format == "unpaired_preference"
+    if judged and not {*map(spelling, names)} <= WORTHS.keys():
+        key, rule = f"data.sources[{source.name}].columns.label", f"its classes {names} do not say which one is good"
+        line = f'dataset = dataset.cast_column("{label}", ClassLabel(names=["undesirable", "desirable"]))'
+        raise DataError(explain(key, label, rule, f"name them, in their order, and save the data again: {line}"))
+    for row in rows:
+        if classes and isinstance(row, dict):
+            try:
+                row |= {name: _named(row[name], one) for name, one in classes.items()}
+            except IndexError:
+                row = ValueError("a class has a number beyond its names")
+        yield row
+
+
+def _has_classes(feature: Any) -> bool:
+    if isinstance(feature, Mapping):
+        return feature.get("_type") == "ClassLabel" or any(map(_has_classes, feature.values()))
+    return isinstance(feature, list) and any(map(_has_classes, feature))
+
+
+def _named(value: Any, feature: Any) -> Any:
+    """A value with names for the numbers of its classes; -1 is the number of an unknown class."""
+    if isinstance(feature, list):
+        feature = {"_type": "List", "feature": feature[0]}
+    if value is None or not _has_classes(feature):
+        return value
+    if feature.get("_type") == "ClassLabel":
+        return feature["names"][value] if value >= 0 else None
+    inner = feature["feature"] if isinstance(feature.get("_type"), str) else feature
+    if isinstance(value, list):
+        return [_named(one, inner) for one in value]
+    return {name: _named(one, inner.get(name)) for name, one in value.items()}
+
+
+def _features(metadata: Mapping[bytes, bytes] | None) -> dict[str, Any]:
+    """The features that the `datasets` library wrote into the schema of a file, none for other files."""
+    try:
+        found = json.loads((metadata or {})[b"huggingface"])["info"]["features"]
+    except (KeyError, TypeError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -12,7 +12,8 @@ from typing import Any
 
 import pyarrow as pa  # type: ignore[import-untyped]
 
-from rlhf_core.data.chat import UNLIMITED, ChatTemplate, encode, token_text
+from rlhf_core.data.chat import UNLIMITED, ChatTemplate
+from rlhf_core.data.pieces import encode, token_text
 from rlhf_core.data.shards import CONVERSATIONAL, MESSAGES, MESSAGES_WITH_TOOLS, read_rows, write_rows
 from rlhf_core.errors import ConfigError
 from rlhf_core.types import Message, Prompt, TokenSample, mask

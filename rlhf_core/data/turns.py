@@ -36,10 +36,10 @@ TRUTHS = {
 """Words that are nothing else than a verdict on an answer."""
 WORTHS = TRUTHS | {
     **dict.fromkeys(
-        ("1", "1.0", "yes", "good", "correct", "right", "positive", "safe", "helpful", "pass", "passed"), True
+        ("1", "1.0", "yes", "good", "correct", "right", "positive", "pos", "safe", "helpful", "pass", "passed"), True
     ),
     **dict.fromkeys(
-        ("0", "0.0", "no", "bad", "incorrect", "wrong", "negative", "unsafe", "unhelpful", "harmful"), False
+        ("0", "0.0", "no", "bad", "incorrect", "wrong", "negative", "neg", "unsafe", "unhelpful", "harmful"), False
     ),
     **dict.fromkeys(("fail", "failed"), False),
 }
@@ -96,6 +96,8 @@ def label(row: Row) -> str:
         return ""
     if isinstance(value, Decimal):
         value = str(value)
+    elif isinstance(value, float) and value.is_integer():  # pandas writes integers so where a row has none
+        value = str(int(value))
     elif isinstance(value, (datetime.date, datetime.time)):
         value = value.isoformat()
     elif not isinstance(value, str):
@@ -207,6 +209,8 @@ _NOTHING = ("", "[]", "{}", "null")
 _CALLS = ("tool_calls", "function_call")
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _TRAINED = ("weight", "train", "loss_mask", "loss", "trainable")  # keys that mark whether a turn is trained on
+ARGUMENTS = ("arguments", "parameters", "args", "input", "params", "kwargs")
+_OF_CALLS = {"id", "type", "function", "name", "index", *ARGUMENTS}
 _OF_RESULTS = ("name", "tool_call_id")
 _PARTS = {"text": "text", "input_text": "text", "output_text": "text", "thinking": "thinking", "reasoning": "text"}
 """Type of a part of the content -> the key with its text."""
@@ -225,7 +229,9 @@ def turns_of(value: Any, *, role: str) -> Turns:
         value = [value]
     if not isinstance(value, (list, tuple)) or not value:
         raise DataError(f"not turns: {type(value).__name__}; a list of role and content is needed")
-    return tuple(_turn(item) for item in value)
+    turns = [_turn(item) for item in value]
+    said = tuple(turn for turn in turns if turn.role != "system" or turn.content.strip() or turn.tool_fields)
+    return said or tuple(turns)  # an empty system turn says nothing; as the only turn it is an error later
 
 
 def is_text_of_turns(value: Any) -> bool:
@@ -236,6 +242,12 @@ def is_text_of_turns(value: Any) -> bool:
 def holds_turns(value: Any) -> bool:
     """Return whether `value` is turns instead of text: a list of them, or their JSON text."""
     return not isinstance(value, str) or is_text_of_turns(value)
+
+
+def looks_like_turns(value: Any) -> bool:
+    """True for a turn, or a list of turns, whatever its roles are."""
+    turns = value if isinstance(value, list) else [value]
+    return bool(turns) and all(isinstance(turn, Mapping) and _pair(turn) is not None for turn in turns)
 
 
 def begins_conversation(value: Any) -> bool:
@@ -265,7 +277,7 @@ def unread_keys(value: Any) -> set[str]:
         found |= _others(turn, known)
         for name, inner, keys in (
             (content, turn.get(content), {"type", *_PARTS.values()}),
-            ("tool_calls", turn.get("tool_calls"), {"id", "type", "function", "name", "arguments", "parameters"}),
+            ("tool_calls", turn.get("tool_calls"), _OF_CALLS - {"index"}),
         ):
             for part in inner if isinstance(inner, (list, tuple)) else ():
                 found |= {f"{name}[].{key}" for key in _others(part, keys)} if isinstance(part, Mapping) else set()
@@ -327,7 +339,7 @@ def _turn(item: Any) -> Message:
     if calls and role != "assistant":
         raise DataError(f"tool_calls: a turn of {said!r} has calls; only the assistant calls tools")
     _refuse_untrained(item, role)
-    text, thoughts = _text(content, calls)
+    text, thoughts = _text(content, calls, role)
     thoughts += [string(item[name], name) for name in _REASONING if not _is_nothing(item.get(name))]
     return Message(role, _with_reasoning(text, thoughts, role), _tool_fields(item, calls, role))
 
@@ -365,9 +377,9 @@ def _turns_in_text(text: str) -> Any:
     return found if known else None
 
 
-def _text(content: Any, calls: list[dict[str, Any]]) -> tuple[str, list[str]]:
+def _text(content: Any, calls: list[dict[str, Any]], role: str) -> tuple[str, list[str]]:
     """Return the text of a turn, and the reasoning among the parts of its content."""
-    if content is None and calls:
+    if content is None and (calls or role == "system"):
         return "", []
     if not isinstance(content, (list, tuple)):
         return string(content, "content"), []
@@ -426,13 +438,32 @@ def _call(call: Any, name: str) -> dict[str, Any]:
     inner = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(inner, Mapping) or not isinstance(inner.get("name"), str) or not inner["name"]:
         raise DataError(f"{name}: a call needs the name of a function and its arguments, {str(call)[:80]!r} has not")
-    given = inner.get("arguments", inner.get("parameters"))
-    arguments = _parsed(given, f"{name}.arguments") or {}
+    arguments = _parsed(call_arguments(call), f"{name}.arguments") or {}
     if not isinstance(arguments, Mapping):
         raise DataError(f"{name}: arguments must be an object, not {type(arguments).__name__}")
     function = {"name": string(inner["name"], name), "arguments": dict(arguments)}
     identity = {"id": call["id"]} if isinstance(call.get("id"), str) and call["id"] else {}
     return {"type": "function", **identity, "function": function}
+
+
+def call_arguments(call: Mapping[str, Any]) -> Any:
+    """The arguments of a tool call, under any of their names in use; None if it has none.
+
+    Raises DataError for two that differ, and for other fields that hold something where no name is known.
+
+    >>> call_arguments({"function": {"name": "f", "args": {"a": 1}}})
+    {'a': 1}
+    """
+    inner = call.get("function")
+    levels = [call, inner] if isinstance(inner, Mapping) else [call]
+    found = [level[name] for level in levels for name in ARGUMENTS if name in level]
+    given = [value for value in found if not _is_nothing(value)]
+    if any(value != given[0] for value in given):
+        raise DataError(f"a call has its arguments twice, and they differ: {str(call)[:80]!r}")
+    others = {key for level in levels for key in _others(level, _OF_CALLS)}
+    if others and not found:
+        raise DataError(f"a call has {sorted(others)} and no arguments; name them 'arguments'")
+    return (given or found or [None])[0]
 
 
 def _tool(tool: Any) -> dict[str, Any]:

@@ -15,8 +15,9 @@ import numpy as np
 from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.evaluation.intervals import LEVEL
 from rlhf_core.interfaces import ModelSpec
+from rlhf_core.sequences import Sequences
 from rlhf_core.stage.context import StageContext
-from rlhf_core.types import Generation, PolicyRef, token_samples
+from rlhf_core.types import Generation, PolicyRef
 
 
 class ReliabilityBin(NamedTuple):
@@ -134,8 +135,9 @@ def log_ratios(
             temperature = sampling[name].temperature
             for start in range(0, len(items) if _comparable(sampling[name]) else 0, KL_BATCH):
                 piece = items[start : start + KL_BATCH]
-                logprobs = trainer.logprobs(token_samples(piece), temperature=temperature)
-                values += [_log_ratio(item, row) for item, row in zip(piece, logprobs, strict=True)]
+                tokens = Sequences.of_answers(piece)
+                logprobs = tokens.split(trainer.logprobs(tokens, temperature=temperature))
+                values += [_log_ratio(item, row.tolist()) for item, row in zip(piece, logprobs, strict=True)]
                 text = f"log-probabilities of the answers of {name} under the reference"
                 context.progress(done + len(values), total, text)
             ratios[name] = tuple(values)

@@ -1,7 +1,9 @@
 """Ask a server that may be slow, hang or answer without end."""
 
+import email.utils
 import time
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -17,10 +19,16 @@ class TooLarge(httpx.HTTPError):
     """The answer has more than `LARGEST_ANSWER` bytes."""
 
 
-def post(
-    client: httpx.Client, url: str, body: Any, *, timeout_s: float, connect_s: float = CONNECT_S
-) -> tuple[int, bytes]:
-    """Send `body` as JSON; return the status and the content of the answer.
+class HttpAnswer(NamedTuple):
+    """The answer of a server, and how long it asks to wait before the next request (0 if it does not)."""
+
+    status: int
+    content: bytes
+    after_s: float
+
+
+def post(client: httpx.Client, url: str, body: Any, *, timeout_s: float, connect_s: float = CONNECT_S) -> HttpAnswer:
+    """Send `body` as JSON; return the answer.
 
     Raises httpx.TimeoutException if the whole answer takes longer than `timeout_s` (the timeout of httpx is for each read,
     and there may be many), TooLarge for one without end, and httpx.HTTPError if there is none.
@@ -34,7 +42,24 @@ def post(
                 raise TooLarge(f"returned more than {LARGEST_ANSWER} bytes")
             if time.monotonic() > deadline:
                 raise httpx.ReadTimeout(f"took longer than {timeout_s:g} s")
-    return response.status_code, content
+    return HttpAnswer(response.status_code, content, retry_after(response.headers))
+
+
+def retry_after(headers: Mapping[str, str]) -> float:
+    """The seconds that a server asks to wait (RFC 9110, 10.2.3: a number of seconds or a date); 0 if it does not.
+
+    >>> retry_after({"retry-after": "20"})
+    20.0
+    """
+    said = headers.get("retry-after", "").strip()
+    try:
+        return max(0.0, float(said) if said[:1].isdigit() else _until(said))
+    except (TypeError, ValueError):
+        return 0.0
+
+
+def _until(date: str) -> float:
+    return email.utils.parsedate_to_datetime(date).timestamp() - time.time()
 
 
 def shown_body(content: bytes, most: int) -> str:

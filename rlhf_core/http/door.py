@@ -22,7 +22,6 @@ from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 # ---------------------------------------------------------------- the user at the other end of a connection
@@ -125,6 +124,8 @@ class Door:
             return
         guarded = self._with_headers(scope, send)
         if refusal:
+            from starlette.responses import JSONResponse  # slow, and clients only import names from here
+
             await JSONResponse({"error": refusal}, status_code=status)(scope, receive, guarded)
         else:
             await self._app(scope, receive, guarded)

@@ -28,10 +28,11 @@ def retried(
     first_s: float,
     longest_s: float,
     pause: Callable[[float], Any] = time.sleep,
+    least: Callable[[Exception], float] = lambda error: 0.0,
 ) -> T:
     """Return `call()`, repeated up to `retries` times while it raises an error that `again` accepts.
 
-    Raises the last error.
+    `least` is the shortest pause after an error, in seconds, if the server asks for one. Raises the last error.
     """
     for retry in itertools.count(1):
         try:
@@ -39,5 +40,6 @@ def retried(
         except Exception as error:
             if retry > retries or not again(error):
                 raise
-        pause(pause_before(retry, first_s=first_s, longest_s=longest_s))
+            asked_s = least(error)
+        pause(max(asked_s, pause_before(retry, first_s=first_s, longest_s=longest_s)))
     raise AssertionError("the last try returns or raises")

@@ -11,6 +11,7 @@ from typing import Any
 
 from rlhf_core.errors import ConfigError
 from rlhf_core.models.packages import refuse_adapter
+from rlhf_core.pretrained import load_config
 
 CAPS = ("attn_logit_softcapping", "attention_logit_softcapping")
 """Configuration keys of a cap on attention logits, which sdpa does not apply (Gemma 2, VaultGemma)."""
@@ -29,6 +30,13 @@ def caps_attention(config: Any) -> bool:
     """Return whether this architecture caps its attention logits."""
     text = config.get_text_config()
     return any(getattr(text, name, None) for name in CAPS)
+
+
+def implements_sdpa(config: Any) -> bool:
+    """True if transformers has scaled dot product attention for decoders with this configuration (Bloom: eager only)."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    return bool(getattr(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None), "_supports_sdpa", True))
 
 
 def length_limit(config: Any) -> int | None:
@@ -58,10 +66,8 @@ def padding_id(config: Any) -> int | None:
 def read_config(folder: Path) -> Any:
     """Return the transformers configuration of the model in `folder`. Raises ConfigError if there is none."""
     # Stages import this module with the losses; transformers takes seconds.
-    from transformers import AutoConfig
-
     check_folder(folder)
-    return AutoConfig.from_pretrained(folder, local_files_only=True)
+    return load_config(folder)
 
 
 def check_folder(folder: Path) -> None:

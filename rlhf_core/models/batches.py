@@ -6,7 +6,7 @@ Legend: N samples, B rows of the batch, R rows of the layout, L positions, H hid
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -15,9 +15,8 @@ from torch import Tensor
 
 from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.models.micro_batches import LEAST_SAVED, LONGEST, Block, common_beginnings, cost
-from rlhf_core.types import Column, PolicySample, StepSample, TokenSample, ValueSample, ids
-
-Sample = TokenSample | StepSample | PolicySample | ValueSample
+from rlhf_core.sequences import Sequences
+from rlhf_core.types import Column, TokenSample, ids
 
 
 @dataclass(frozen=True)
@@ -43,53 +42,53 @@ class TokenBatch:
     rows: tuple[tuple[int, int, int], ...]
     """(row, start, length) of each sample, in the given order of the samples."""
     fields: dict[str, Tensor]
-    """Other per-token values of the samples by field name (`old_logprobs`, `advantages`, ...): float32 BL, padded by 0.
-
-    Fields that are empty in the samples are left out."""
+    """Other per-token values of the samples by field name (`old_logprobs`, `advantages`, ...): float32 BL, padded by 0."""
     packed: bool
     """Whether some row holds more than one sample."""
 
     def to(self, device: str | torch.device) -> TokenBatch:
-        return TokenBatch(
-            token_ids_BL=self.token_ids_BL.to(device),
-            position_ids_BL=self.position_ids_BL.to(device),
-            segment_ids_BL=self.segment_ids_BL.to(device),
-            loss_mask_BL=self.loss_mask_BL.to(device),
-            rows=self.rows,
-            fields={name: value_BL.to(device) for name, value_BL in self.fields.items()},
-            packed=self.packed,
-        )
+        moved = {one.name: getattr(self, one.name).to(device) for one in fields(self) if one.name.endswith("_BL")}
+        return replace(self, **moved, fields={name: value_BL.to(device) for name, value_BL in self.fields.items()})
 
 
-def collate(samples: Sequence[Sample], *, pad_id: int, pack_to: int | None = None) -> TokenBatch:
-    """Return the batch of `samples` in order: one per row, or with `pack_to` as many per row as fit in that length.
+def collate(samples: Sequences | Sequence[TokenSample], *, pad_id: int, pack_to: int | None = None) -> TokenBatch:
+    """Lay out `samples` in a batch, in order: one per row, or with `pack_to` as many per row as fit in that length.
 
-    Packing is first-fit and depends only on the order of the samples. Raises DataError for an empty list, samples of
-    different types, an empty sample, a sample longer than `pack_to` or trained at its first token, and a field that
-    only some of the samples have.
+    Packing is first-fit and depends only on the order of the samples. Raises DataError for an empty list, and for a sample
+    that is empty, longer than `pack_to` or trained at its first token.
     """
-    _check(samples, pack_to)
-    rows = _one_row_each(samples) if pack_to is None else _first_fit(samples, pack_to)
+    sequences = samples if isinstance(samples, Sequences) else Sequences.of(samples)
+    _check(sequences, pack_to)
+    lengths = sequences.lengths.tolist()
+    rows = (
+        tuple((row, 0, length) for row, length in enumerate(lengths)) if not pack_to else _first_fit(lengths, pack_to)
+    )
     count = 1 + max(row for row, _, _ in rows)
     width = max(start + length for _, start, length in rows)
-    names = _filled_fields(samples)
+    # Where each of the S tokens goes in the flat batch [B * L].
+    begins_N = np.array([row * width + start for row, start, _ in rows]) - sequences.offsets[:-1]
+    places_S = np.arange(len(sequences.token_ids)) + np.repeat(begins_N, lengths)
 
-    token_ids_BL = torch.full((count, width), pad_id, dtype=torch.int64)
+    def padded(values_S: Any, kind: type[Any], fill: int = 0) -> Tensor:
+        values_BL = np.full(count * width, fill, kind)
+        values_BL[places_S] = values_S
+        return torch.from_numpy(values_BL.reshape(count, width))
+
     position_ids_BL = torch.arange(width).repeat(count, 1)
-    segment_ids_BL = torch.zeros((count, width), dtype=torch.int64)
-    loss_mask_BL = torch.zeros((count, width), dtype=torch.float32)
-    extra = {name: torch.zeros((count, width), dtype=torch.float32) for name in names}
-    segments = [0] * count
-    for sample, (row, start, length) in zip(samples, rows, strict=True):
-        segments[row] += 1
-        span = slice(start, start + length)
-        token_ids_BL[row, span] = torch.from_numpy(np.array(sample.token_ids.data))
+    segments_N, used = [], [0] * count
+    for row, start, _ in rows:
+        used[row] += 1
+        segments_N.append(used[row])
         position_ids_BL[row, start:] = torch.arange(width - start)
-        segment_ids_BL[row, span] = segments[row]
-        loss_mask_BL[row, span] = torch.from_numpy(np.array(sample.loss_mask.data))
-        for name in names:
-            extra[name][row, span] = torch.from_numpy(np.array(getattr(sample, name).data))
-    return TokenBatch(token_ids_BL, position_ids_BL, segment_ids_BL, loss_mask_BL, rows, extra, count < len(samples))
+    return TokenBatch(
+        token_ids_BL=padded(sequences.token_ids, np.int64, pad_id),
+        position_ids_BL=position_ids_BL,
+        segment_ids_BL=padded(np.repeat(segments_N, lengths), np.int64),
+        loss_mask_BL=padded(sequences.loss_mask, np.float32),
+        rows=rows,
+        fields={name: padded(values_S, np.float32) for name, values_S in sequences.fields.items()},
+        packed=count < len(rows),
+    )
 
 
 def unpack(x_BL: Tensor, batch: TokenBatch) -> list[Tensor]:
@@ -97,26 +96,10 @@ def unpack(x_BL: Tensor, batch: TokenBatch) -> list[Tensor]:
     return [x_BL[row, start : start + length] for row, start, length in batch.rows]
 
 
-def _filled_fields(samples: Sequence[Sample]) -> tuple[str, ...]:
-    names = []
-    for name in (field.name for field in fields(samples[0]) if field.name not in ("token_ids", "loss_mask")):
-        filled = sum(bool(getattr(sample, name)) for sample in samples)
-        if 0 < filled < len(samples):
-            rule = f"is empty in {len(samples) - filled} of {len(samples)} samples"
-            raise DataError(f"samples.{name}", filled, rule, "set it in all samples or in none")
-        names += [name] * bool(filled)
-    return tuple(names)
-
-
-def _one_row_each(samples: Sequence[Sample]) -> tuple[tuple[int, int, int], ...]:
-    return tuple((row, 0, len(sample.token_ids)) for row, sample in enumerate(samples))
-
-
-def _first_fit(samples: Sequence[Sample], pack_to: int) -> tuple[tuple[int, int, int], ...]:
+def _first_fit(lengths: Sequence[int], pack_to: int) -> tuple[tuple[int, int, int], ...]:
     used: list[int] = []
     places = []
-    for sample in samples:
-        length = len(sample.token_ids)
+    for length in lengths:
         row = next((row for row, filled in enumerate(used) if filled + length <= pack_to), len(used))
         if row == len(used):
             used.append(0)
@@ -125,20 +108,15 @@ def _first_fit(samples: Sequence[Sample], pack_to: int) -> tuple[tuple[int, int,
     return tuple(places)
 
 
-def _check(samples: Sequence[Sample], pack_to: int | None) -> None:
-    if not samples:
+def _check(sequences: Sequences, pack_to: int | None) -> None:
+    if not len(sequences):
         raise DataError("samples", 0, "a batch needs at least one sample", "skip the empty batch")
-    types = {type(sample).__name__ for sample in samples}
-    if len(types) > 1:
-        rule = "a batch must contain one type of sample"
-        raise DataError("samples", sorted(types), rule, "collate each type separately")
-    for index, sample in enumerate(samples):
-        length = len(sample.token_ids)
+    for index, (start, length) in enumerate(zip(sequences.offsets.tolist(), sequences.lengths.tolist(), strict=False)):
         if length == 0:
             raise DataError(f"samples[{index}].token_ids", (), "must not be empty", "drop the sample")
-        if sample.loss_mask[0] != 0:
+        if sequences.loss_mask[start] != 0:
             rule = "nothing predicts the first token, so it cannot be trained on"
-            raise DataError(f"samples[{index}].loss_mask[0]", sample.loss_mask[0], rule, "set it to 0")
+            raise DataError(f"samples[{index}].loss_mask[0]", 1, rule, "set it to 0")
         if pack_to is not None and length > pack_to:
             rule = f"must be <= pack_to = {pack_to}"
             raise DataError(f"samples[{index}] length", length, rule, "truncate it or raise pack_to")

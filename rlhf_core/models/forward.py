@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 from weakref import WeakKeyDictionary
@@ -32,7 +32,7 @@ from rlhf_core.errors import ConfigError
 from rlhf_core.models.architecture import length_limit, padding_id, too_long, unknown_token
 from rlhf_core.models.batches import TokenBatch, check_packing, keeps_apart, prefix_width, shared_rows
 from rlhf_core.models.packages import VALUE_HEAD_FILE
-from rlhf_core.models.sizes import LOGPROB_ELEMENTS
+from rlhf_core.models.piece_sizes import LOGPROB_ELEMENTS
 
 # ---------------------------------------------------------------- one call of the head
 
@@ -198,6 +198,18 @@ def read_head(folder: Path) -> Tensor | None:
         if head_1H is not None:
             return head_1H
     return None
+
+
+def with_head(model: Any, folder: Path, *, seed: int, dtype: torch.dtype) -> nn.Module:
+    """Give `model` the scalar head of `folder`, or an initial one: a classifier its `score`, another as a `ValueModel`."""
+    head_1H = read_head(folder)
+    if head_1H is None:
+        head_1H = initial_head(model.config.get_text_config().hidden_size, seed=seed)
+    if not type(model).__name__.endswith("ForSequenceClassification"):
+        return ValueModel(model, head_1H.to(dtype))
+    model.score.weight = nn.Parameter(head_1H.to(dtype, copy=True))
+    compute_in_float32(model.score)
+    return model  # type: ignore[no-any-return]
 
 
 def _read(file: Path, name: str) -> Tensor | None:
@@ -507,6 +519,8 @@ class ModelRules:
     prefix_width: int
     longest: int | None
     """`length_limit`."""
+    stated: int | None
+    """Number of positions that a model with rotary positions states, and beyond which it computes all the same."""
     vocabulary: int
     takes_positions: bool
     is_flash: bool
@@ -525,6 +539,7 @@ def model_rules(model: nn.Module) -> ModelRules:
             keeps_apart=keeps_apart(of),
             prefix_width=prefix_width(of),
             longest=length_limit(of),
+            stated=getattr(of.get_text_config(), "max_position_embeddings", None),
             vocabulary=of.get_text_config().vocab_size,
             takes_positions=_takes_positions(backbone),
             is_flash=of._attn_implementation.startswith("flash"),
@@ -571,6 +586,19 @@ def _check_batch(batch: TokenBatch, rules: ModelRules, config: Any) -> None:
         raise unknown_token(largest, rules.vocabulary)
     if rules.longest is not None and (length := int(batch.position_ids_BL.max()) + 1) > rules.longest:
         raise too_long("max_length", length, config, rules.longest)
+    if rules.stated is not None and int(batch.position_ids_BL.max()) >= rules.stated:
+        warn_of_positions(rules.stated)
+
+
+@lru_cache  # once in a process, not in each batch
+def warn_of_positions(stated: int) -> None:
+    """Warn that rows have more tokens than the model has positions: most rotary models are poor beyond these."""
+    remedy = (
+        f"set max_tokens to {stated} or less, or give config.json rope_parameters and max_position_embeddings for more"
+    )
+    logger.warning(
+        "max_tokens: a row has more tokens than the %d positions that the model was made for; %s", stated, remedy
+    )
 
 
 def _run(backbone: Any, ids_BL: Tensor, positions_BL: Tensor | None, **further: Any) -> Any:

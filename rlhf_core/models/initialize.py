@@ -7,9 +7,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from rlhf_core.config.engines import InitModel
+from rlhf_core.config.models import InitModel
 from rlhf_core.errors import ConfigError
-from rlhf_core.models.loading import export_model, load_tokenizer
+from rlhf_core.models.loading import export_model
+from rlhf_core.pretrained import load_tokenizer
 
 PAD, USER, ASSISTANT, SYSTEM, END = "<|pad|>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"
 SPECIAL_TOKENS = (PAD, USER, ASSISTANT, SYSTEM, END)

@@ -17,7 +17,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
@@ -30,7 +30,7 @@ from transformers import (
 )
 from transformers.utils import is_flash_attn_2_available
 
-from rlhf_core.config.engines import PretrainedModel
+from rlhf_core.config.models import PretrainedModel
 from rlhf_core.errors import ConfigError
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.models.architecture import check_attention, check_folder, padding_id, read_config
@@ -39,9 +39,7 @@ from rlhf_core.models.forward import (
     backbone_of,
     check_head,
     check_rows,
-    compute_in_float32,
-    initial_head,
-    read_head,
+    with_head,
 )
 from rlhf_core.models.lora import (
     VALUE_HEAD,
@@ -54,6 +52,7 @@ from rlhf_core.models.lora import (
 )
 from rlhf_core.models.packages import VALUE_HEAD_FILE, local_folder, scalar_head
 from rlhf_core.models.weight_files import WeightFile
+from rlhf_core.pretrained import load_config, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -127,14 +126,6 @@ def check_computation(model: nn.Module, spec: ModelSpec) -> None:
     check_rows(model)
     if spec.head == "lm":
         check_head(model)
-
-
-def load_tokenizer(folder: Path) -> Any:
-    """Load the tokenizer in `folder` (a transformers fast tokenizer). Raises ConfigError if there is none."""
-    if not (folder / "tokenizer_config.json").is_file():
-        rule = "has no tokenizer_config.json"
-        raise ConfigError("tokenizer", str(folder), rule, "give a complete model folder")
-    return AutoTokenizer.from_pretrained(folder)
 
 
 def materialize(
@@ -222,17 +213,12 @@ def _load_lm(folder: Path, config: Any, seed: int, options: dict[str, Any]) -> n
 def _load_score(folder: Path, config: Any, seed: int, options: dict[str, Any]) -> nn.Module:
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         return _load_value(folder, config, seed, options)
-    head_1H = read_head(folder)
     config.num_labels = 1
     set_padding(config, folder)
-    model: Any = _from_pretrained(
+    model = _from_pretrained(
         AutoModelForSequenceClassification, folder, config, options, allowed_missing=("score.weight",)
     )
-    if head_1H is None:
-        head_1H = initial_head(model.config.get_text_config().hidden_size, seed=seed)
-    model.score.weight.data.copy_(head_1H)  # that of a ValueModel has another name
-    compute_in_float32(model.score)
-    return model
+    return with_head(model, folder, seed=seed, dtype=options["dtype"])
 
 
 def set_padding(config: Any, folder: Path) -> None:
@@ -243,10 +229,7 @@ def set_padding(config: Any, folder: Path) -> None:
 
 def _load_value(folder: Path, config: Any, seed: int, options: dict[str, Any]) -> nn.Module:
     backbone = _from_pretrained(AutoModel, folder, config, options, allowed_missing=())
-    head_1H = read_head(folder)
-    if head_1H is None:
-        head_1H = initial_head(config.get_text_config().hidden_size, seed=seed)
-    return ValueModel(backbone, head_1H.to(options["dtype"]))
+    return with_head(backbone, folder, seed=seed, dtype=options["dtype"])
 
 
 def _from_pretrained(
@@ -256,7 +239,13 @@ def _from_pretrained(
     with torch.random.fork_rng(devices=[]):
         try:
             model, loading = auto.from_pretrained(
-                folder, config=config, use_safetensors=True, local_files_only=True, **options, **_REPORT
+                folder,
+                config=config,
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=False,
+                **options,
+                **_REPORT,
             )
         except ValueError as error:
             if "does not support" not in str(error) or "attention" not in str(error):
@@ -270,6 +259,25 @@ def _from_pretrained(
     _note_tying(model)
     _check_weights(loading, str(folder), allowed_missing=allowed_missing)
     return model
+
+
+def renamed_weights(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a folder's files under the names of the parameters that they make in `model`.
+
+    Families whose names differ (GPT-NeoX), or whose parameters join several tensors (experts of Qwen3-MoE), are converted
+    as transformers converts their files. Tensors that make no parameter keep their names.
+    """
+    with torch.random.fork_rng(devices=[]):
+        made, loading = type(model).from_pretrained(
+            None,
+            config=model.config,
+            state_dict=dict(tensors),
+            dtype=model.dtype,
+            trust_remote_code=False,
+            **_REPORT,
+        )
+    kept = {name: tensors[name] for name in loading["unexpected_keys"]}
+    return {name: one for name, one in made.state_dict().items() if name not in loading["missing_keys"]} | kept
 
 
 def _check_weights(loading: dict[str, Any], path: str, *, allowed_missing: tuple[str, ...] = ()) -> None:
@@ -337,10 +345,7 @@ def _config_without_dropout(folder: Path) -> Any:
 
 def _source(config: PretrainedModel) -> tuple[str, dict[str, Any]]:
     """Return the name of the model for transformers, and the options that locate it."""
-    # Set explicitly, because otherwise transformers prompts at the terminal.
-    options: dict[str, Any] = {"trust_remote_code": False}
-    if config.gguf_file:
-        options["gguf_file"] = config.gguf_file
+    options: dict[str, Any] = {"gguf_file": config.gguf_file} if config.gguf_file else {}
     folder = local_folder(config)
     if folder is not None:
         if not config.gguf_file:
@@ -360,7 +365,7 @@ def _weights_options(config: PretrainedModel) -> dict[str, Any]:
 
 def _fetch(auto: Any, config: PretrainedModel, source: str, options: dict[str, Any]) -> Any:
     try:
-        return auto.from_pretrained(source, **options)
+        return auto.from_pretrained(source, trust_remote_code=False, **options)
     except (OSError, ValueError, ImportError, SafetensorError, StrictDataclassError) as error:
         remedy = "check the name, the revision and the network connection"
         if Path(source).is_dir():
@@ -480,13 +485,13 @@ def check_kernels(attention: str, *, liger: bool, device: str) -> None:
     if attention == "flash_attention_2" and not (device == "cuda" and is_flash_attn_2_available()):
         rule, remedy = (
             f"FlashAttention 2 is not available (device {device})",
-            "use sdpa, or install flash-attn on a GPU",
+            "use sdpa, or on a GPU with nvcc: pip install --no-build-isolation 'rlhf-lifecycle[flash-attn]'",
         )
         raise ConfigError("runtime.trainer.attention", attention, rule, remedy)
     if liger and not (device == "cuda" and find_spec(LIGER) is not None):
         rule, remedy = (
             f"Liger kernels are not available (device {device})",
-            "remove it, or install liger-kernel on a GPU",
+            "remove it, or on a GPU: pip install 'rlhf-lifecycle[kernels]'",
         )
         raise ConfigError("runtime.trainer.liger", liger, rule, remedy)
 
@@ -524,9 +529,7 @@ def shared_vocabulary(student: Path, teacher: Path, *, key: str = "teacher") -> 
     if sizes[0] != sizes[1]:
         rule = f"its vocabulary has {sizes[1]} tokens, the student's has {sizes[0]}"
         raise ConfigError(key, str(teacher), rule, REMEDY)
-    ours, theirs = (
-        AutoTokenizer.from_pretrained(str(folder), local_files_only=True).get_vocab() for folder in (student, teacher)
-    )
+    ours, theirs = (load_tokenizer(folder).get_vocab() for folder in (student, teacher))
     if ours != theirs:
         differing = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
         rule = f"{len(differing)} tokens have other ids than in the student's tokenizer, for example {differing[0]!r}"
@@ -550,4 +553,4 @@ def check_same_tokens(policy: Path, other: Path, *, key: str) -> None:
 
 def vocabulary_size(policy: Path) -> int:
     """Return the vocabulary size of a policy: the rows of its LM head."""
-    return int(AutoConfig.from_pretrained(str(policy), local_files_only=True).get_text_config().vocab_size)
+    return int(load_config(policy).get_text_config().vocab_size)

@@ -36,7 +36,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import dot_natural_key, revert_weight_conversion
 from transformers.pytorch_utils import Conv1D
 
-from rlhf_core.config.engines import ALL_LINEAR, LoraConfig
+from rlhf_core.config.models import ALL_LINEAR, LoraConfig
 from rlhf_core.errors import ConfigError, TrainingError
 from rlhf_core.models.forward import ValueModel
 
@@ -75,7 +75,9 @@ def check_quantizer() -> None:
     """Raise ConfigError if bitsandbytes is not installed."""
     if find_spec(QUANTIZER) is None:
         rule = f"needs {QUANTIZER}, which is not installed"
-        raise ConfigError("lora.quantize", "nf4", rule, f"install {QUANTIZER}, or remove lora.quantize")
+        raise ConfigError(
+            "lora.quantize", "nf4", rule, "pip install 'rlhf-lifecycle[kernels]', or remove lora.quantize"
+        )
 
 
 def quantize(model: nn.Module, names: Iterable[str]) -> None:
@@ -210,14 +212,6 @@ def has_lora(model: nn.Module) -> bool:
     return any(_is_adapted(module) for module in model.modules())
 
 
-def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Return all weights of `WeightStream` at once, on the CPU.
-
-    Those without an adapter may share memory with a model on the CPU, so use or copy them before the next optimizer step.
-    """
-    return {name: tensor.cpu() for name, tensor in WeightStream(model)}
-
-
 def save_adapter(model: nn.Module, folder: Path) -> None:
     """Write only the adapters in peft's layout, so that `peft.PeftModel.from_pretrained(base, folder)` loads them."""
     any_model: Any = model
@@ -281,7 +275,10 @@ def _is_linear(module: nn.Module) -> bool:
     if type(module).forward in (nn.Linear.forward, Conv1D.forward):
         return True
     any_module: Any = module
-    return isinstance(module(any_module.weight.new_zeros(1, any_module.in_features)), Tensor)
+    # On meta tensors, as ZeRO 3 may have partitioned the weights.
+    metas = _described(dict(module.named_parameters()))
+    row = torch.empty(1, any_module.in_features, dtype=any_module.weight.dtype, device="meta")
+    return isinstance(torch.func.functional_call(module, metas, (row,)), Tensor)
 
 
 def _becomes_experts(model: nn.Module, name: str) -> bool:
@@ -325,12 +322,13 @@ def _merged(weight: Tensor, layer: Any) -> Tensor:
     if type(base).__name__ == "Linear4bit":  # made by `quantize`
         weight = whole_weight(base)
     transposed = layer.fan_in_fan_out  # the weight of GPT-2's Conv1D is [in, out]
-    weight_OI = (weight.T if transposed else weight).float()
+    weight_OI = weight.T if transposed else weight
     a_RI, b_OR = layer.lora_A[_ADAPTER].weight.float(), layer.lora_B[_ADAPTER].weight.float()
-    merged_OI = weight_OI + (b_OR @ a_RI) * layer.scaling[_ADAPTER]
+    # In place, so that one float32 copy of the weight exists and not four. It adds in float32 whatever the weight's dtype.
+    merged_OI = (b_OR @ a_RI).mul_(layer.scaling[_ADAPTER]).add_(weight_OI)
     if layer.use_dora[_ADAPTER]:
         norm_O = layer.lora_magnitude_vector[_ADAPTER].weight.float()
-        merged_OI = merged_OI * (norm_O / merged_OI.norm(dim=1)).unsqueeze(1)
+        merged_OI.mul_((norm_O / merged_OI.norm(dim=1)).unsqueeze(1))
     return (merged_OI.T if transposed else merged_OI).to(weight.dtype)
 
 
@@ -373,13 +371,13 @@ class WeightStream:
         self._root = model.backbone if isinstance(model, ValueModel) else model
         if adapters_alone:
             self._sources = {_in_peft(name): _Source(weight) for name, weight in _trained_adapters(model)}
-            self._groups = [_Group((n,), {n: one.meta()}, converted=False) for n, one in self._sources.items()]
+            self._groups = [_Group((n,), {n: one.meta()}) for n, one in self._sources.items()]
             return
         self._sources = _sources(self._root)
         self._groups = _groups(self._root, self._sources)
         if isinstance(model, ValueModel):
             self._sources[VALUE_HEAD] = head = _Source(model.value_head.weight)
-            self._groups.append(_Group((VALUE_HEAD,), {VALUE_HEAD: head.meta()}, converted=False))
+            self._groups.append(_Group((VALUE_HEAD,), {VALUE_HEAD: head.meta()}))
 
     @property
     def metadata(self) -> dict[str, Tensor]:
@@ -424,7 +422,7 @@ class _Group:
     """Their names in the model."""
     weights: Mapping[str, Tensor]
     """Name in the checkpoint -> meta tensor."""
-    converted: bool
+    converted: bool = False
     """Whether these names or tensors differ."""
 
 
@@ -444,11 +442,7 @@ class _Source:
     def meta(self) -> Tensor:
         if self.layer is not None and type(self.layer.get_base_layer()).__name__ == "Linear4bit":
             return self.value().to("meta")
-        whole: Any = self.weight
-        shape = (
-            whole.ds_shape if hasattr(whole, "ds_shape") else whole.shape
-        )  # of ZeRO 3, whose `shape` is that of a part
-        return torch.empty(shape, dtype=whole.dtype, device="meta")
+        return _meta(self.weight)
 
 
 def _trained_adapters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -481,20 +475,32 @@ def _groups(model: nn.Module, sources: Mapping[str, _Source]) -> list[_Group]:
     if any(source.layer for source in sources.values()) and _elements(named) != _elements(metas):
         raise _lost(sorted(named.keys() ^ metas.keys()))
     if named.keys() == metas.keys() and all(named[name] is one for name, one in metas.items()):
-        return [_Group((name,), {name: one}, converted=False) for name, one in named.items()]
-    groups = []
-    for _, names in itertools.groupby(sorted(metas, key=dot_natural_key), _layer):
-        of_layer = {name: metas[name] for name in names}
-        groups.append(_Group(tuple(of_layer), _described(_reverted(model, of_layer)), converted=True))
-    if [name for group in groups for name in group.weights] != list(named):
-        logger.warning("%s: its checkpoint joins weights of several layers, so all are gathered", type(model).__name__)
-        return [_Group(tuple(metas), _described(named), converted=True)]
-    return groups
+        return [_Group((name,), {name: one}) for name, one in named.items()]
+    order, expected = sorted(metas, key=dot_natural_key), _shapes(named)
+    for unit in (str, _layer):  # one weight at a time if each gives its tensors of the checkpoint, else one layer
+        by_unit = ([*names] for _, names in itertools.groupby(order, unit))
+        groups = [
+            _Group(tuple(names), _described(_reverted(model, {name: metas[name] for name in names})), converted=True)
+            for names in by_unit
+        ]
+        if sorted(shape for group in groups for shape in _shapes(group.weights)) == expected:
+            return groups
+    logger.warning("%s: its checkpoint joins weights of several layers, so all are gathered", type(model).__name__)
+    return [_Group(tuple(metas), _described(named), converted=True)]
+
+
+def _shapes(weights: Mapping[str, Tensor]) -> list[tuple[str, tuple[int, ...]]]:
+    return sorted((name, tuple(one.shape)) for name, one in weights.items())
 
 
 def _described(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return meta tensors of the same dtypes and shapes, none of which is a part of another."""
-    return {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in weights.items()}
+    return {name: _meta(one) for name, one in weights.items()}
+
+
+def _meta(weight: Tensor) -> Tensor:
+    """A meta tensor like `weight`, or like the whole one (`ds_shape`) of which ZeRO 3 has left a part here."""
+    return torch.empty(getattr(weight, "ds_shape", weight.shape), dtype=weight.dtype, device="meta")
 
 
 def _layer(name: str) -> str:

@@ -11,32 +11,16 @@ tokens once (`rlhf_core.models.batches`).
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TypeAlias
+from typing import Any
 
 import numpy as np
 
+from rlhf_core.sequences import Samples, Sequences, Subset
 from rlhf_core.types import (
     AnswerSample,
     Column,
-    DistillationSample,
-    PolicySample,
     PreferenceSample,
     RewardPair,
-    StepSample,
-    TokenSample,
-    ValueSample,
-    ids,
-)
-
-Row: TypeAlias = (
-    TokenSample
-    | RewardPair
-    | StepSample
-    | PreferenceSample
-    | AnswerSample
-    | PolicySample
-    | ValueSample
-    | DistillationSample
 )
 
 LONGEST = 4096
@@ -47,26 +31,27 @@ LEAST_SAVED = 0.1
 """Minimum fraction of its cost that a block must save: a mask is slower than plain causal attention."""
 
 
-def ordered(samples: Sequence[Row], *, together: int = 0) -> list[int]:
-    """Return the indices of `samples` in the order of micro-batches: longest first, then by token IDs.
+def ordered(samples: Samples, *, together: int = 0) -> list[int]:
+    """Order the indices of `samples` for micro-batches: longest first, then by token IDs.
 
     With `together`, the width of a model that computes common first tokens once, samples that have them are neighbors,
     at the place of the longest of them. Those of other ranks are not seen.
     """
-    keys = [(-row_length(sample), [_order(side) for side in _sides(sample)]) for sample in samples]
-    if not together or any(len(sides) > 1 for _, sides in keys):
+    rows = token_rows(samples)
+    keys = [(-max(map(len, sides)), [_order(side) for side in sides]) for sides in rows]
+    if not together or any(len(sides) > 1 for sides in rows):
         return sorted(range(len(samples)), key=lambda index: keys[index])
     blocks = [
         sorted(block.samples, key=lambda index: keys[index])
-        for block in common_beginnings([_sides(sample)[0] for sample in samples], hidden=together)
+        for block in common_beginnings([side for (side,) in rows], hidden=together)
     ]
     return [index for block in sorted(blocks, key=lambda block: keys[block[0]]) for index in block]
 
 
 def micro_batches(
-    samples: Sequence[Row], *, rows: int, pack_to: int | None, padded_tokens: int = 0, together: int = 0
+    samples: Samples, *, rows: int, pack_to: int | None, padded_tokens: int = 0, together: int = 0
 ) -> list[list[int]]:
-    """Return the indices of each micro-batch in the order of `ordered`.
+    """Divide the indices of `samples` into micro-batches, in the order of `ordered`.
 
     A micro-batch has at most `rows` samples. With `padded_tokens`, it has as many samples as have at most that number
     of tokens when padded to the longest, and at least one. With packing, its samples have at most `rows * pack_to`
@@ -74,14 +59,15 @@ def micro_batches(
     """
     batches: list[list[int]] = []
     tokens = longest = 0
+    lengths = row_lengths(samples)
     for index in ordered(samples, together=together if pack_to is None else 0):
-        length = row_length(samples[index])
+        length, count = lengths[index], len(batches[-1]) if batches else 0
         if pack_to is not None:
             full = tokens + length > rows * pack_to
         elif padded_tokens:
-            full = (len(batches[-1]) + 1) * max(longest, length) > padded_tokens if batches else True
+            full = (count + 1) * max(longest, length) > padded_tokens
         else:
-            full = len(batches[-1]) >= rows if batches else True
+            full = count >= rows
         if full or not batches:
             batches.append([])
             tokens = longest = 0
@@ -91,18 +77,29 @@ def micro_batches(
     return batches
 
 
-def row_length(sample: Row | Column[int]) -> int:
-    """Return the number of tokens in a sample's row, or in the longer row of a pair."""
-    return len(sample) if isinstance(sample, Column) else max(len(ids) for ids in _sides(sample))
+def row_lengths(samples: Samples) -> list[int]:
+    """The number of tokens in each sample's row, or in the longer row of a pair."""
+    if isinstance(samples, (Sequences, Subset)):
+        return samples.lengths.tolist()  # type: ignore[no-any-return]
+    return [max(map(len, sides)) for sides in token_rows(samples)]
 
 
-def row_count(sample: Row) -> int:
-    """Return the number of token rows of a sample in a forward pass, two for a pair."""
-    return len(_sides(sample))
+def row_count(samples: Samples) -> int:
+    """The number of token rows of samples in a forward pass, two for each pair."""
+    return len(samples) if isinstance(samples, (Sequences, Subset)) else sum(map(len, token_rows(samples)))
 
 
-def _sides(sample: Row) -> tuple[Column[int], ...]:
+def token_rows(samples: Any) -> list[tuple[Any, ...]]:
+    """The token ids of each sample, two rows for a pair."""
+    if isinstance(samples, Sequences):
+        return [(row,) for row in samples.split(samples.token_ids)]
+    return [_sides(sample) for sample in samples]
+
+
+def _sides(sample: Any) -> tuple[Column[int], ...]:
     match sample:
+        case Column():
+            return (sample,)
         case RewardPair():
             return (sample.chosen_ids, sample.rejected_ids)
         case PreferenceSample():
@@ -130,7 +127,7 @@ def cost(length: int, hidden: int) -> int:
     return length * (6 * hidden + length)
 
 
-def common_beginnings(sequences: Sequence[Sequence[int]], *, hidden: int) -> list[Block]:
+def common_beginnings(sequences: Sequence[Any], *, hidden: int) -> list[Block]:
     """Divide `sequences`, in the order of their tokens, where it saves a model of width `hidden` the most.
 
     A sequence that would save too little is a block of its own. Equal sequences are always in one block. The blocks
@@ -173,9 +170,9 @@ def common_beginnings(sequences: Sequence[Sequence[int]], *, hidden: int) -> lis
     return blocks[::-1]
 
 
-def _order(token_ids: Sequence[int]) -> bytes:
+def _order(token_ids: Any) -> bytes:
     """Return bytes that are in the order of the tokens, none of which is negative: 4 for each, the highest first."""
-    return np.asarray(ids(token_ids).data, dtype=">i4").tobytes()
+    return np.asarray(getattr(token_ids, "data", token_ids), dtype=">i4").tobytes()
 
 
 def _shared_tokens(ordered: Sequence[bytes]) -> list[int]:

@@ -4,7 +4,7 @@ import importlib.util
 import re
 from pathlib import Path
 
-from rlhf_core.config.engines import PretrainedModel
+from rlhf_core.config.models import PretrainedModel
 from rlhf_core.errors import ConfigError
 
 ADAPTER = "adapter_config.json"

@@ -1,6 +1,7 @@
 """Open a model of which every rank reads a part of each weight: without memory for weights until they are partitioned."""
 
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
@@ -9,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoModel,
@@ -18,41 +19,32 @@ from transformers import (
     AutoModelForSequenceClassification,
     GenerationConfig,
 )
-from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.initialization import no_init_weights
 
 from rlhf_core.interfaces import ModelSpec
-from rlhf_core.models.forward import ValueModel, compute_in_float32, initial_head, read_head
+from rlhf_core.models.forward import with_head
 from rlhf_core.models.loading import checked_config, set_padding, without_dropout
-from rlhf_core.models.weight_files import Place
+from rlhf_core.models.parameter_sources import OpenFiles, ParameterSource, find_sources
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class ModelParts:
-    """A model whose parameters are on the meta device, but for those of a scalar head, and where the others are."""
+    """A model whose parameters are on the meta device, except for a scalar head, and where their elements are stored.
+
+    It has no adapters yet: `rlhf_core.models.lora.apply_lora` adds them once the parameters are partitioned.
+    """
 
     module: nn.Module
-    places: Mapping[str, Place]
+    sources: Mapping[str, ParameterSource]
     """By the name of the parameter."""
 
 
 def open_parts(spec: ModelSpec, *, dtype: str, attention: str) -> ModelParts | None:
-    """Return the model of `spec` as `load_model` does, or None if it must be loaded whole; the log has the reason."""
-    made = _open(spec, dtype, attention)
-    if isinstance(made, ModelParts):
-        return made
-    logger.info("%s is loaded whole by every rank: %s", spec.path, made)
-    return None
-
-
-def _open(spec: ModelSpec, dtype: str, attention: str) -> ModelParts | str:
-    """Return the model, or why it must be loaded by transformers itself."""
+    """Open the model of `spec` as `load_model` does, or return None if it must be loaded whole; the log has the reason."""
     folder = Path(spec.path)
     config = checked_config(spec, attention)
-    if spec.lora is not None:
-        return "adapters are made from the weights that they adapt"
     options = {"dtype": getattr(torch, dtype), "attn_implementation": attention}
     classifier = spec.head == "score" and type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
     auto: Any = AutoModelForCausalLM if spec.head == "lm" else AutoModel
@@ -62,74 +54,64 @@ def _open(spec: ModelSpec, dtype: str, attention: str) -> ModelParts | str:
         set_padding(config, folder)
     # Buffers such as RoPE's frequencies are computed here: under ZeRO's own context they would be rounded to `dtype`.
     with torch.random.fork_rng(devices=[]), no_init_weights(), _parameters_on_meta():
-        model: Any = auto.from_config(config, **options)
+        model: Any = auto.from_config(config, trust_remote_code=False, **options)
     model.tie_weights()
-    kind = type(model).__name__
-    if get_model_conversion_mapping(model, add_legacy=False):
-        return f"transformers changes the names or the weights of a {kind} on load"
-    if dtype != "float32" and (model._keep_in_fp32_modules or model._keep_in_fp32_modules_strict):
-        return f"a {kind} keeps some weights in float32"
-    if model.state_dict().keys() - {name for name, _ in model.named_parameters(remove_duplicate=False)}:
-        return f"a {kind} has buffers in its files"
-    places = _places(model, folder, drawn={"score.weight"} if classifier else set())
-    if places is None:
-        return f"its files do not have the weights of a {kind} one to one"
+    found = find_sources(model, folder)
+    sources = _of_parameters(model, found, drawn={"score.weight"} if classifier else set())
+    if sources is None or not _read_buffers(model, found, options["dtype"]):
+        reason = "its files do not have all weights of a %s, or transformers does more than stack and concatenate them"
+        logger.info(f"%s is loaded whole by every rank: {reason}", spec.path, type(model).__name__)
+        return None
     if model.can_generate():
         model.generation_config = GenerationConfig.from_pretrained(folder)
-    return ModelParts(*_with_head(model, places, spec, options["dtype"]))
+    whole = model if spec.head == "lm" else with_head(model, folder, seed=spec.seed, dtype=options["dtype"])
+    if whole is not model:
+        sources = {f"backbone.{name}": source for name, source in sources.items()}
+    return ModelParts(without_dropout(whole), sources)
 
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Put every parameter that a module gets on the meta device inside this context; buffers stay as they are."""
-    register = nn.Module.register_parameter
+    """Put every parameter that a module gets on the meta device inside this context. Buffers are not changed."""
 
-    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:
-            parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-        register(module, name, parameter)
+    def on_meta(_: nn.Module, __: str, parameter: nn.Parameter) -> nn.Parameter:
+        if parameter.is_meta:
+            return parameter  # a tied one stays the same
+        return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
 
-    nn.Module.register_parameter = on_meta  # type: ignore[assignment, method-assign]
+    hook = register_module_parameter_registration_hook(on_meta)  # type: ignore[arg-type]
     try:
         yield
     finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+        hook.remove()
 
 
-def _with_head(
-    model: Any, places: Mapping[str, Place], spec: ModelSpec, dtype: torch.dtype
-) -> tuple[nn.Module, Mapping[str, Place]]:
-    if spec.head == "lm":
-        return without_dropout(model), places
-    head_1H = read_head(Path(spec.path))
-    if head_1H is None:
-        head_1H = initial_head(model.config.get_text_config().hidden_size, seed=spec.seed)
-    if hasattr(model, "score"):
-        model.score.weight = nn.Parameter(head_1H.to(dtype, copy=True))
-        compute_in_float32(model.score)
-        return without_dropout(model), places
-    whole = ValueModel(model, head_1H.to(dtype))
-    return without_dropout(whole), {f"backbone.{name}": place for name, place in places.items()}
-
-
-def _places(model: Any, folder: Path, *, drawn: AbstractSet[str]) -> dict[str, Place] | None:
-    """Return the place of each parameter but `drawn`, or None unless each has one, of its shape, and tied ones no other."""
-    found: dict[str, Place] = {}
-    shapes: dict[str, list[int]] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118
-                found[name], shapes[name] = Place(file, name), tensors.get_slice(name).get_shape()
-    prefix = f"{model.base_model_prefix}."
+def _of_parameters(
+    model: Any, found: Mapping[str, ParameterSource], *, drawn: AbstractSet[str]
+) -> dict[str, ParameterSource] | None:
+    """The source of each parameter except `drawn`. None if one is missing or has another shape, or a tied one has two."""
     parameters = dict(model.named_parameters())
-    places = {}
-    for name, _ in model.named_parameters(remove_duplicate=False):
-        written = [one for one in (name, prefix + name, name.removeprefix(prefix)) if one in found]
-        if name not in parameters:
-            if written:
-                return None
-        elif name not in drawn:
-            if not written or shapes[written[0]] != list(parameters[name].shape):
-                return None
-            places[name] = found[written[0]]
-    return places
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - parameters.keys()
+    wanted = {name: tuple(one.shape) for name, one in parameters.items() if name not in drawn}
+    sources = {name: found[name] for name in wanted if name in found}
+    complete = {name: one.shape for name, one in sources.items()} == wanted
+    return sources if complete and not tied & found.keys() else None
+
+
+def _read_buffers(model: Any, found: Mapping[str, ParameterSource], dtype: torch.dtype) -> bool:
+    """Read the buffers that a checkpoint has, such as the biases of DeepSeek's routers. False if one is missing.
+
+    They are small, and whole on every rank. transformers keeps some in float32. It does so with parameters, too, but
+    DeepSpeed casts all of those to its dtype.
+    """
+    kept = [re.compile(name.replace("*", ".*")) for name in model._get_dtype_plan(dtype)]
+    buffers = {name: one for name, one in model.named_buffers() if name in model.state_dict()}
+    if any(name not in found or found[name].shape != tuple(one.shape) for name, one in buffers.items()):
+        return False
+    with OpenFiles() as files:
+        for name, one in buffers.items():
+            whole = found[name].read(files, 0, one.numel()).reshape(one.shape)
+            owner, _, last = name.rpartition(".")
+            in_float32 = any(pattern.search(name) for pattern in kept)
+            setattr(model.get_submodule(owner), last, whole.to(torch.float32 if in_float32 else one.dtype))
+    return True

@@ -1,13 +1,11 @@
-"""Read and write safetensors files in parts: some elements of a weight, one weight after another."""
+"""Write a safetensors file weight by weight."""
 
 import json
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 DTYPES = {
@@ -25,26 +23,6 @@ DTYPES = {
 """Names of the format, in the order of a file's weights: those of larger elements first, so that each is aligned."""
 ALIGNMENT = 8
 """Bytes: the header is padded with spaces to a multiple of it."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """A weight in a safetensors file."""
-
-    file: Path
-    name: str
-
-    def read(self, begin: int, end: int) -> Tensor:
-        """Return the elements from `begin` to `end` of the flattened weight: reads the rows that they are in."""
-        with safe_open(self.file, framework="pt") as tensors:
-            rows = tensors.get_slice(self.name)
-            shape = rows.get_shape()
-            if not shape:
-                return tensors.get_tensor(self.name).reshape(-1)[begin:end]
-            width = max(1, torch.Size(shape[1:]).numel())
-            first, last = begin // width, -(-end // width)
-            part: Tensor = rows[first:last].reshape(-1)
-            return part[begin - first * width : end - first * width]
 
 
 class WeightFile(closing["WeightFile"]):

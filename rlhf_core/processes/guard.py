@@ -20,18 +20,26 @@ import select
 import signal
 import sys
 import time
-from collections import defaultdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Protocol
 
-if TYPE_CHECKING:  # they take longer to import than a command to start
-    import subprocess
-    from asyncio.subprocess import Process
+
+class GroupLeader(Protocol):
+    """A process such as `subprocess.Popen`, whose id is valid as long as `returncode` is None."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def returncode(self) -> int | None: ...
+
 
 GUARD_LOOKS_EVERY_MS = 1000  # for orphans that have ended
 KILLING_TIMEOUT_S = 5.0
 """Time limit for killing all descendants; some processes fork as fast as they are killed."""
 KILLS_EVERY_S = 0.005  # until no descendant is left: some start others meanwhile
+KERNEL_LISTS_CHILDREN = Path("/proc/thread-self/children").exists()
+"""An option of the kernel, which most distributions set."""
 
 _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # in linux/prctl.h
@@ -78,8 +86,8 @@ def start_guard(held: int = 0, *, silent: bool = False) -> None:
     _end_as(os.waitpid(worker, 0)[1])
 
 
-def kill_group(process: subprocess.Popen[Any] | Process) -> None:
-    """Kill `process` (a group leader), its group, and all its descendants, whatever session they are in.
+def kill_group(process: GroupLeader) -> None:
+    """Kill `process` (a group leader), its group, and all its descendants, which may be in other sessions.
 
     A surviving process would keep its pipes open.
     """
@@ -100,19 +108,34 @@ def _kill_descendants(pid: int) -> None:
 
 
 def _descendants(pid: int) -> list[int]:
-    children: defaultdict[int, list[int]] = defaultdict(list)
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdigit():
-            continue
-        with contextlib.suppress(OSError):  # the process has ended meanwhile, of which a glob fails
-            stat = (folder / "stat").read_bytes()
-            state, parent = stat.rpartition(b")")[2].split()[:2]  # the process name may contain anything
-            if state not in (b"Z", b"X"):
-                children[int(parent)].append(int(folder.name))
+    """Process ids of living descendants."""
     found = [pid]
     for one in found:
-        found += children[one]
-    return found[1:]
+        found += _children(one)
+    return [one for one in found[1:] if _state_and_parent(one)[0] not in "ZX"]
+
+
+def _children(pid: int) -> list[int]:
+    """Children of all threads of a process; a look at all processes where the kernel has no such lists."""
+    if not KERNEL_LISTS_CHILDREN:
+        present = [int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdigit()]
+        return [one for one in present if _state_and_parent(one)[1] == pid]
+    found: list[int] = []
+    with contextlib.suppress(OSError):  # the process has ended meanwhile
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(OSError):
+                found += map(int, (thread / "children").read_bytes().split())
+    return found
+
+
+def _state_and_parent(pid: int) -> tuple[str, int]:
+    """State of a process, which is "X" (dead) once it is gone, and its parent's id."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return "X", 0
+    state, parent = stat.rpartition(")")[2].split()[:2]  # the process name may contain anything
+    return state, int(parent)
 
 
 def _reap_orphans(worker: int) -> None:

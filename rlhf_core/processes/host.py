@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any, Protocol
 
-from rlhf_core.processes.guard import kill_group
+from rlhf_core.processes.guard import GroupLeader, kill_group
 
 
 class Codec(Protocol):
@@ -28,7 +28,7 @@ class JsonLines:
     """One JSON value per line, for a child that cannot import this project."""
 
     def load(self, stream: IO[bytes], /) -> Any:
-        """Return the next value; EOFError at the end, or at a line that was cut off."""
+        """Read the next value. Raises EOFError at the end, or at a line that was cut off."""
         line = stream.readline()
         if not line.endswith(b"\n"):
             raise EOFError
@@ -46,29 +46,25 @@ class Ended:
     problem: str = ""
 
 
+class PipedProcess(GroupLeader, Protocol):
+    """A child process with pipes for its input and output, such as a `subprocess.Popen`."""
+
+    stdin: IO[bytes] | None
+    stdout: IO[bytes] | None
+
+    def poll(self) -> int | None: ...
+
+    def wait(self) -> int: ...
+
+
 class Host:
-    """A child process in a session of its own.
+    """A child process in a separate session.
 
     `received` is called in the reading thread with each message, and at last with `Ended`.
     """
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        *,
-        received: Callable[[Any], None],
-        environment: Mapping[str, str],
-        codec: Codec = pickle,
-        pass_fds: Sequence[int] = (),
-    ) -> None:
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-            pass_fds=pass_fds,
-            start_new_session=True,
-        )
+    def __init__(self, process: PipedProcess, *, received: Callable[[Any], None], codec: Codec = pickle) -> None:
+        self.process = process
         self._received = received
         self._codec = codec
         self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -98,7 +94,7 @@ class Host:
                     message = self._codec.load(pipe)
                 except (EOFError, pickle.UnpicklingError):
                     message = Ended()
-                except Exception as error:  # whatever loading a class raises that only the child can import
+                except Exception as error:  # any error of loading a class that only the child can import
                     message = Ended(repr(error))
                 self._received(message)
                 if isinstance(message, Ended):
@@ -110,6 +106,20 @@ class Host:
             while (message := self._outbox.get()) is not None:
                 self._codec.dump(message, pipe)
                 pipe.flush()
+
+
+def start_command(
+    command: Sequence[str], *, environment: Mapping[str, str], pass_fds: Sequence[int] = ()
+) -> subprocess.Popen[bytes]:
+    """Start a command for a `Host`."""
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=environment,
+        pass_fds=pass_fds,
+        start_new_session=True,
+    )
 
 
 def send_message(stream: IO[bytes], message: Any) -> None:

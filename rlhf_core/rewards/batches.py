@@ -5,6 +5,8 @@ Cache the values of a reward by the content of what was scored, so that no answe
 A file is kept beside the shards or checkpoints of an attempt: a resumed stage reads it again.
 """
 
+from __future__ import annotations
+
 import json
 import logging
 import math
@@ -18,14 +20,16 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from rlhf_core.config.rewards import Compares, OnFailure
 from rlhf_core.errors import RewardError, explain
 from rlhf_core.http.retries import pause_before
 from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.store.fingerprint import sha256_text
-from rlhf_core.types import Generation, encodable
+from rlhf_core.types import Generation, chunks, encodable
+
+if TYPE_CHECKING:  # the process of a reward function starts sooner without the models of the configuration
+    from rlhf_core.config.rewards import Compares, OnFailure
 
 # ---------------------------------------------------------------- outcomes
 
@@ -59,6 +63,13 @@ class RewardOutcome:
     def of(self) -> int:
         """The number of generations that the reward was shown."""
         return len(self.values) if self.asked is None else self.asked
+
+
+@dataclass(frozen=True, slots=True)
+class NoReward:
+    """A function's value for an answer whose reward could not be computed: the answer is invalid, and counted as a failure."""
+
+    reason: str
 
 
 class Reward(Protocol):
@@ -404,7 +415,7 @@ def cut(generations: Sequence[Generation], size: int, *, compares: Compares) -> 
         return [generations]
     if compares == "group":
         return whole_groups(generations, at_least=size)
-    return [generations[start : start + size] for start in range(0, len(generations), size)]
+    return chunks(generations, size)
 
 
 def whole_groups(rows: Sequence[Generation], *, at_least: int) -> list[Sequence[Generation]]:

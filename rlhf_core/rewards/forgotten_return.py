@@ -13,7 +13,7 @@ from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeAlias
 
-from rlhf_core.user_code.sources import is_users_own
+from rlhf_core.processes.installed import is_users_own
 
 Definition: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 _INNER = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from rlhf_core.config.rewards import GenerativeReward
 from rlhf_core.data.chat import UNLIMITED, ChatTemplate
 from rlhf_core.errors import RewardError
-from rlhf_core.interfaces import Trainer
+from rlhf_core.interfaces import Trainer, logprob_rows
 from rlhf_core.rewards.batches import RewardOutcome
 from rlhf_core.rewards.judge import joint_score, questions
 from rlhf_core.rewards.rubrics import read_rubric
-from rlhf_core.types import Generation, Message, TokenSample
+from rlhf_core.types import Generation, Message, TokenSample, chunks
 
 
 class GenerativeModel:
@@ -41,8 +41,8 @@ class GenerativeModel:
         ]
         failures = {at: why for at, rows in enumerate(asked) if (why := self._too_long(rows, generations[at]))}
         samples = [reply for at, rows in enumerate(asked) if at not in failures for row in rows for reply in row]
-        logprobs = [math.fsum(one) for one in self._trainer.logprobs(samples, temperature=1.0)] if samples else []
-        verdicts = [logprobs[start : start + count] for start in range(0, len(logprobs), count)]
+        logprobs = [math.fsum(one) for one in logprob_rows(self._trainer, samples)] if samples else []
+        verdicts = chunks(logprobs, count)
         scores = iter([expected_value(list(config.verdicts.values()), one) for one in verdicts])
         values = [
             None if at in failures else joint_score(config, rubric, [next(scores) for _ in rows])

@@ -3,37 +3,42 @@
 A process and not a thread: a regular expression that backtracks for ever holds the interpreter lock, and no thread of
 the same process would live to see its deadline.
 
-The child is `python -m rlhf_core.rewards.isolation module:function settings`. It reads lists of batches and answers each with
-a (kind, value) pair: the outcomes of the batches. It ends with the process that holds the other end of its input, however
-that process ends and whatever the function does then.
+The child runs `python -m rlhf_core.rewards.isolation module:function settings` as a fork of the warm parent
+(`rlhf_core.processes.warm`), which has imported our modules but never user code. It reads lists of batches and answers each
+with a (kind, value) pair: the outcomes of the batches. It ends with the process that holds the other end of its input,
+however that process ends and whatever the function does then.
 """
 
+from __future__ import annotations
+
 import asyncio
-import os
 import pickle
 import queue
 import resource
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import BaseModel, ConfigDict
 
-from rlhf_core.config.rewards import Compares, FunctionProtocol
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.processes.child import take_standard_streams
 from rlhf_core.processes.guard import start_guard
 from rlhf_core.processes.host import Ended, Host, send_message
+from rlhf_core.processes.warm import start_warm
 from rlhf_core.rewards.batches import BatchFailed, RewardOutcome, check_length, cut, joined
-from rlhf_core.rewards.protocols import Adapted, adapt
+from rlhf_core.rewards.protocols import Adapted, AnyProtocol, adapt
 from rlhf_core.schema.secrets import resolved
 from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.types import Generation
 from rlhf_core.user_code.dependencies import check_functions
 from rlhf_core.user_code.modules import load_callable
-from rlhf_core.user_code.sources import search_path
+from rlhf_core.user_code.sources import user_code_environment
 from rlhf_core.user_code.watch import watch_process
+
+if TYPE_CHECKING:
+    from rlhf_core.config.rewards import Compares
 
 START_TIMEOUT_S = 120.0
 """For the interpreter and the imports of the function's module."""
@@ -45,7 +50,7 @@ class WorkerSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
     arguments: dict[str, Any] = {}
     """With references where there are secrets: everyone on the machine can read a command line."""
-    protocol: FunctionProtocol = "auto"
+    protocol: AnyProtocol = "auto"
     code: dict[str, str] = {}
     """The digest that the function must have, if it is known: that by which the key of the stage was made."""
     notes: str = ""
@@ -138,9 +143,8 @@ class IsolatedReward:
         settings = self._settings.model_dump_json()
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._host = Host(
-            [sys.executable, "-P", "-m", "rlhf_core.rewards.isolation", self._function, settings],
+            start_warm("rlhf_core.rewards.isolation", [self._function, settings], environment=user_code_environment()),
             received=self._answers.put,
-            environment=os.environ | {"PYTHONPATH": os.pathsep.join(search_path())},
         )
         kind, answer = self._answer(START_TIMEOUT_S)
         if kind == "ready":
@@ -205,5 +209,9 @@ def _answer(reward: Adapted, batches: Any, runner: asyncio.Runner) -> tuple[str,
         return "raised", without_secrets(traceback.format_exc())
 
 
-if __name__ == "__main__":
-    main(sys.argv[1], WorkerSettings.model_validate_json(sys.argv[2] if len(sys.argv) > 2 else "{}"))
+if __name__ in ("__main__", "__mp_main__"):
+    given = WorkerSettings.model_validate_json(sys.argv[2] if len(sys.argv) > 2 else "{}")
+    if __name__ == "__main__":
+        main(sys.argv[1], given)
+    else:  # a process that the function has spawned: pickle looks for the function's module there
+        load_callable("function", sys.argv[1], code=given.code, notes=given.notes)

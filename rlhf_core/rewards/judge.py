@@ -9,20 +9,14 @@ from typing import Any, Self, TypeVar
 
 import httpx
 
-from rlhf_core.config.rewards import (
-    ChatServer,
-    GenerativeReward,
-    JsonVerdict,
-    JudgedTerm,
-    JudgeReward,
-    PatternVerdict,
-)
+from rlhf_core.config.rewards import ChatServer, GenerativeReward, JudgedTerm, JudgeReward
 from rlhf_core.errors import RewardError
 from rlhf_core.http.client import post, shown_body
 from rlhf_core.http.retries import retried
 from rlhf_core.rewards.batches import FIRST_PAUSE_S, LONGEST_PAUSE_S, Logs, RewardOutcome, shortened
 from rlhf_core.rewards.protocols import prompt_text
 from rlhf_core.rewards.rubrics import Criterion, read_rubric, shown, weighted_share
+from rlhf_core.rewards.verdicts import read_score, read_scores
 from rlhf_core.schema.secrets import bearer, resolved
 from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.types import Generation, Message, Prompt, derive_seed
@@ -33,6 +27,10 @@ T = TypeVar("T")
 
 _FINAL = frozenset({400, 401, 403, 404, 405, 413, 422})
 """Statuses that the same question gets again."""
+_CUT = re.compile(r"length|max|filter|limit|abort|error|safety|incomplete|cancel|interrupt", re.IGNORECASE)
+"""What servers call the end of a reply that is not whole; OpenAI's words are `length` and `content_filter`."""
+LONGEST_WAIT_S = 600.0
+"""Longest `Retry-After` of a server that is waited for."""
 
 
 class ChatFailed(Exception):
@@ -58,14 +56,10 @@ class ChatEndpoint:
         self._address = str(resolved(config.url, f"{key}.url")).rstrip("/")
         self._client = httpx.Client(headers=bearer(f"{key}.token_env", config.token_env), limits=limits)
 
-    def ask(self, messages: Sequence[Message]) -> str:
-        """Return the model's reply to a conversation; errors are those of `reply`."""
-        return self.reply(messages)[0]
-
     def reply(self, messages: Sequence[Message], *, seed: int | None = None) -> tuple[str, bool]:
         """Return the model's reply to a conversation, by a `seed` if there is one, and whether `max_tokens` cut it off.
 
-        Raises ChatFailed if the server gives none, and ValueError if it answers with something other than a reply.
+        Raises ChatFailed if the server gives none.
         """
         try:
             return retried(
@@ -75,9 +69,10 @@ class ChatEndpoint:
                 first_s=FIRST_PAUSE_S,
                 longest_s=LONGEST_PAUSE_S,
                 pause=self._pause,
+                least=lambda error: error.after_s if isinstance(error, _Answered) else 0.0,
             )
         except _Answered as error:
-            problem = f"{self._config.url} answered {error.status}"
+            problem = f"{self._config.url} answered {error}"
         except httpx.HTTPError as error:
             problem = f"{self._config.url}: {error!r}"
         raise ChatFailed(without_secrets(problem))
@@ -86,7 +81,7 @@ class ChatEndpoint:
         self._client.close()
 
     def _said(self, messages: Sequence[Message], seed: int | None) -> tuple[str, bool]:
-        """Return the reply, and whether it was cut off; httpx.HTTPError for a fault, _Answered for a status other than 200."""
+        """Return the reply, and whether it was cut off; httpx.HTTPError for a fault, _Answered for another answer."""
         config = self._config
         body = {
             "model": config.model,
@@ -95,64 +90,46 @@ class ChatEndpoint:
             "temperature": config.temperature,
         } | ({} if seed is None else {"seed": seed})
         url = f"{self._address}/chat/completions"
-        status, answer = post(self._client, url, body, timeout_s=config.timeout_s, connect_s=config.timeout_s)
-        if status != 200:
-            raise _Answered(status)
-        return _content(answer)
+        answer = post(self._client, url, body, timeout_s=config.timeout_s, connect_s=config.timeout_s)
+        if answer.status != 200:
+            said = shown_body(answer.content, 300).strip()
+            raise _Answered(f"{answer.status}: {said}" if said else f"{answer.status}", answer.status, answer.after_s)
+        content, ended = _content(answer.content)
+        if not content.strip() and not ended:  # as some servers answer under load, or with an error and status 200
+            raise _Answered("with an empty reply", 200, 0.0)
+        return content, ended
 
 
 class _Answered(Exception):
-    def __init__(self, status: int) -> None:
-        super().__init__(status)
+    def __init__(self, said: str, status: int, after_s: float) -> None:
+        super().__init__(said)
         self.status = status
+        self.after_s = after_s
 
 
 def _may_pass(error: Exception) -> bool:
-    """Return whether the same request may succeed later."""
-    return isinstance(error, httpx.HTTPError) or (isinstance(error, _Answered) and error.status not in _FINAL)
-
-
-def find_verdict(text: str, verdict: PatternVerdict | JsonVerdict) -> Any:
-    """Return the group of the last match of the pattern, or the field of the last JSON object that has it, or None.
-
-    >>> find_verdict("Score: 3. No, Score: 4", PatternVerdict())
-    '4'
-    """
-    if isinstance(verdict, JsonVerdict):
-        return _last_field(text, verdict.field)
-    found = re.findall(verdict.pattern, text)
-    return found[-1] if found else None
+    """True if the same request may succeed later."""
+    if isinstance(error, _Answered):
+        return error.status not in _FINAL and error.after_s <= LONGEST_WAIT_S
+    return isinstance(error, httpx.HTTPError)
 
 
 def _content(received: bytes) -> tuple[str, bool]:
+    """The text of a reply, which some servers send in parts, and whether a limit or a filter cut it off."""
     try:
         choice = json.loads(received)["choices"][0]
-        content, cut = choice["message"]["content"], choice.get("finish_reason") == "length"
-    except (ValueError, KeyError, IndexError, TypeError, RecursionError):
-        raise ValueError(f"the judge's server answered with no chat completion: {shown_body(received, 80)!r}") from None
-    if not isinstance(content, str):
-        raise ValueError("the judge's answer is empty")
-    return content, cut
-
-
-def _last_field(text: str, field: str) -> Any:
-    """Return the field of the last JSON object in `text` that has it."""
-    decoder = json.JSONDecoder()
-    for start in reversed([match.start() for match in re.finditer(r"\{", text)]):
-        try:
-            value, _ = decoder.raw_decode(text, start)
-        except (ValueError, RecursionError):
-            continue
-        if field in value:
-            return value[field]
-    return None
+        content, cut = choice["message"].get("content"), bool(_CUT.search(f"{choice.get('finish_reason')}"))
+        if isinstance(content, list):
+            content = "".join(part.get("text") or "" for part in content)
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
+        raise _Answered(f"with no chat completion: {shown_body(received, 80)!r}", 200, 0.0) from None
+    return content if isinstance(content, str) else "", cut
 
 
 # ---------------------------------------------------------------- judge
 
 CORRECTION = "Your reply holds no verdict in the requested form. Give only the verdict, in that form."
 _PLACE = re.compile(r"\{(prompt|completion|label|rubric|criterion|answers)\}")
-_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
 class Judge:
@@ -266,8 +243,10 @@ def ask_for(endpoint: ChatEndpoint, question: str, read: Callable[[str], T], *, 
     """
     messages = [Message("user", question)]
     for left in range(corrections, -1, -1):
-        reply = endpoint.ask(messages)
+        reply, cut = endpoint.reply(messages)
         try:
+            if cut:
+                raise ValueError(f"the judge's reply was cut off: ...{reply[-80:]!r}; raise max_tokens")
             return read(reply)
         except ValueError:
             if not left:
@@ -302,44 +281,3 @@ def orders_of(count: int, number: int, *, seed: int) -> list[list[int]]:
         order = first[turn:] + first[:turn]
         found.append(order[::-1] if at % 2 else order)
     return found
-
-
-def read_score(text: str, verdict: PatternVerdict | JsonVerdict, *, low: float, high: float) -> float:
-    """Return the score that a judge's answer holds; ValueError if there is none between `low` and `high`.
-
-    >>> read_score("Clear and right. Score: 8", PatternVerdict(), low=0, high=10)
-    8.0
-    """
-    return _checked_score(_found(text, verdict), low, high)
-
-
-def read_scores(
-    text: str, verdict: PatternVerdict | JsonVerdict, *, count: int, low: float, high: float
-) -> list[float]:
-    """Return the scores of `count` answers, in the order shown; ValueError if there are others, or one out of range.
-
-    >>> read_scores('The second is wrong. {"scores": [8, 1.5]}', JsonVerdict(field="scores"), count=2, low=0, high=10)
-    [8.0, 1.5]
-    """
-    found = _found(text, verdict)
-    given = _NUMBER.findall(found) if isinstance(found, str) else found
-    if not isinstance(given, list) or len(given) != count:
-        raise ValueError(f"the judge's scores {str(found)[:80]!r} are not one for each of the {count} answers")
-    return [_checked_score(one, low, high) for one in given]
-
-
-def _found(text: str, verdict: PatternVerdict | JsonVerdict) -> Any:
-    found = find_verdict(text, verdict)
-    if found is None:
-        raise ValueError(f"the judge's answer holds no score: {text[-80:]!r}")
-    return found
-
-
-def _checked_score(found: Any, low: float, high: float) -> float:
-    try:
-        score = float(found)
-    except (TypeError, ValueError):
-        raise ValueError(f"the judge's score {found!r} is not a number") from None
-    if not low <= score <= high:  # NaN too
-        raise ValueError(f"the judge's score {score:g} is not between {low:g} and {high:g}")
-    return score

@@ -32,10 +32,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from rlhf_core.config.rewards import FunctionProtocol
 from rlhf_core.errors import ConfigError
 from rlhf_core.rewards.batches import (
     Logs,
+    NoReward,
     RewardOutcome,
     logged,
     merged_logs,
@@ -50,6 +50,7 @@ from rlhf_core.types import Generation, Message, label_fields
 logger = logging.getLogger(__name__)
 
 Protocol = Literal["generations", "columns", "openrlhf", "trl", "trl_text", "trl_messages"]
+AnyProtocol = Protocol | Literal["auto"]
 
 LABEL_COLUMNS = ("label", "labels", "solution", "answer")
 _TRL = frozenset({"prompts", "completions", "completion_ids"})
@@ -168,7 +169,7 @@ class Adapted:
         return {name: value for name, value in given.items() if name in names}
 
 
-def adapt(function: Callable[..., Any], *, protocol: FunctionProtocol, arguments: Mapping[str, Any]) -> Adapted:
+def adapt(function: Callable[..., Any], *, protocol: AnyProtocol, arguments: Mapping[str, Any]) -> Adapted:
     """Return `function` ready to be called; ConfigError when its parameters fit no protocol or not the `arguments`."""
     parameters = inspect.signature(function).parameters
     takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
@@ -249,7 +250,10 @@ def read_answer(answer: Any, count: int, *, also: Logs) -> RewardOutcome:
         answer = answer["rewards"]
     if answer is None:
         raise ValueError("it returned None and no list of numbers: does it end without `return`?")
-    return RewardOutcome(tuple(_number(value) for value in plain_list(answer)), logs=merged_logs(logs), scores=scores)
+    given = plain_list(answer)
+    failures = {at: value.reason for at, value in enumerate(given) if isinstance(value, NoReward)}
+    values = tuple(None if at in failures else _number(value) for at, value in enumerate(given))
+    return RewardOutcome(values, failures, merged_logs(logs), scores)
 
 
 # ---------------------------------------------------------------- private

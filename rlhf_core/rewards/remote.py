@@ -105,7 +105,8 @@ class RemoteRewardClient:
             if url is None:
                 break
             if url in problems:  # another one is tried at once; the same one after a while
-                time.sleep(pause_before(attempt, first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S))
+                least = problems[url].after_s
+                time.sleep(max(least, pause_before(attempt, first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S)))
             try:
                 outcome = read_answer(self._post(url, body), len(batch))
             except _NoRewards as problem:
@@ -120,19 +121,20 @@ class RemoteRewardClient:
     def _post(self, url: str, body: Mapping[str, Any]) -> Any:
         """Return the JSON that `url` answers within the deadline, else _NoRewards."""
         try:
-            status, answer = post(self._client, self._addresses[url], body, timeout_s=self._timeout_s)
+            answer = post(self._client, self._addresses[url], body, timeout_s=self._timeout_s)
         except httpx.TimeoutException:
             raise _NoRewards(f"took longer than {self._timeout_s:g} s") from None
         except TooLarge as error:
             raise _NoRewards(str(error)) from None
         except httpx.HTTPError as error:
             raise _NoRewards(f"cannot be reached: {error!r}") from None
-        if status != 200:
-            raise _NoRewards(f"returned status {status}: {shown_body(answer, 300)}", final=status in REFUSED_FOR_GOOD)
+        if answer.status != 200:
+            reason = f"returned status {answer.status}: {shown_body(answer.content, 300)}"
+            raise _NoRewards(reason, final=answer.status in REFUSED_FOR_GOOD, after_s=answer.after_s)
         try:
-            return json.loads(answer)
+            return json.loads(answer.content)
         except (ValueError, RecursionError):
-            raise _NoRewards(f"returned invalid JSON: {shown_body(answer, 100)!r}") from None
+            raise _NoRewards(f"returned invalid JSON: {shown_body(answer.content, 100)!r}") from None
 
     def _failure(self, batch: Sequence[Generation], problems: Mapping[str, _NoRewards]) -> BatchFailed:
         reasons = "; ".join(f"{url} {problem.reason}" for url, problem in problems.items())
@@ -158,12 +160,15 @@ def read_answer(answer: Any, count: int) -> RewardOutcome:
 
 
 class _NoRewards(Exception):
-    """One try failed."""
+    """One try failed. The server asks for a pause of `after_s` seconds."""
 
-    def __init__(self, reason: str, *, final: bool = False) -> None:
+    LONGEST_WAIT_S = 600.0
+
+    def __init__(self, reason: str, *, final: bool = False, after_s: float = 0.0) -> None:
         super().__init__(reason)
         self.reason = reason
         self.final = final
+        self.after_s = min(after_s, self.LONGEST_WAIT_S)
 
 
 @dataclass

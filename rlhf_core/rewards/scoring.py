@@ -414,7 +414,7 @@ def component_means(rollouts: Sequence[Rollout]) -> Metrics:
     return {f"reward_component/{name}": fmean(values) for name, values in found.items()}
 
 
-def overlong_penalties(generations: Sequence[Generation | Rollout], config: OverlongPenalty) -> list[float]:
+def overlong_penalties(generations: Sequence[Generation], config: OverlongPenalty) -> list[float]:
     """Return the penalty <= 0 of each generation by the number of its sampled tokens; an environment's do not count."""
     return [
         soft_overlong(
@@ -428,7 +428,7 @@ def overlong_penalties(generations: Sequence[Generation | Rollout], config: Over
 
 
 def _rollout(
-    one: Generation | Rollout, reward: float, components: dict[str, float], invalid: str, score: float | None = None
+    one: Generation, reward: float, components: dict[str, float], invalid: str, score: float | None = None
 ) -> Rollout:
     return Rollout(one.prompt, one.prompt_ids, one.completion, reward, components, invalid, score)
 

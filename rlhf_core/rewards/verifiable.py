@@ -1,19 +1,24 @@
 """Rewards that a program can check: numbers, exact answers and formats. Each is a `RewardFunction`.
 
 All but the format rewards compare with `prompt.label` and raise ValueError where a prompt has none, or one that says nothing.
+They return None where the label is a table or a list of texts.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Sequence
 from decimal import Decimal
 
+from rlhf_core.rewards.library.labels import expected_texts, normalized
+from rlhf_core.text import fold
 from rlhf_core.types import Generation
 
-_NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
+_NUMBER = re.compile(
+    r"(?:(?<![\w)])-)?(?:\d[\d,]*(?:[\xa0\u2009\u202f]\d{3})*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,4}(?!\w))?"
+)
 """A dash after a digit, a letter or a bracket is a range or a subtraction, not a sign."""
+_SEVERAL = re.compile(r"\s*(?:\[|\{.*,)")  # a list or a set, of whose numbers none is the answer
 _THINK_THEN_ANSWER = re.compile(r"\s*<think>(.*?)</think>\s*<answer>(.*?)</answer>\s*", re.DOTALL)
 _TAG = re.compile(r"</?(?:think|answer)>")
 
@@ -21,37 +26,34 @@ _TAG = re.compile(r"</?(?:think|answer)>")
 # ---------------------------------------------------------------- rewards
 
 
-def final_number(generations: Sequence[Generation]) -> list[float]:
+def final_number(generations: Sequence[Generation]) -> list[float | None]:
     """Return 1.0 where the final number of the answer equals that of the label, else 0.0 (GSM8K, arXiv 2110.14168)."""
 
     def equal(text: str, label: str) -> bool:
-        expected = None if _is_table(label) else read_final_number(label)
-        if expected is None:
+        number = [read_final_number(one) for one in expected_texts(label)[-1:] if not _SEVERAL.match(one)]
+        if number in ([], [None]):
             raise ValueError(f"the label {label!r} holds no number")
-        return read_final_number(text) == expected
+        return read_final_number(text) == number[0]
 
-    return _against_label(generations, equal)
+    return _against_label(generations, equal, texts=lambda label: (label,))
 
 
-def exact_match(generations: Sequence[Generation]) -> list[float]:
+def exact_match(generations: Sequence[Generation]) -> list[float | None]:
     """Return 1.0 where the answer is the label, ignoring case, outer white space and a final period."""
-    return _against_label(generations, lambda text, label: _normalised(text) == _normalised(label))
+    return _against_label(generations, lambda text, label: normalized(text) == normalized(label))
 
 
-def boxed_match(generations: Sequence[Generation]) -> list[float]:
+def boxed_match(generations: Sequence[Generation]) -> list[float | None]:
     r"""Return 1.0 where the last `\boxed{...}` holds the label: the same number, or the same text."""
 
     def equal(text: str, label: str) -> bool:
         boxed = read_boxed(text)
-        if boxed is None:
-            return False
-        expected = read_boxed(label)
-        return _same(boxed, label if expected is None else expected)
+        return boxed is not None and _same(boxed, label)
 
     return _against_label(generations, equal)
 
 
-def answer_tag_match(generations: Sequence[Generation]) -> list[float]:
+def answer_tag_match(generations: Sequence[Generation]) -> list[float | None]:
     """Return 1.0 where `<think>...</think><answer>...</answer>` holds the label as its answer."""
 
     def equal(text: str, label: str) -> bool:
@@ -102,6 +104,7 @@ def read_final_number(text: str) -> Decimal | None:
     >>> read_final_number("so 3 apples cost $1,050.00. #### 1,050.")
     Decimal('1050')
     """
+    text = fold(text)
     _, marker, after = text.rpartition("####")
     if marker:
         return _first_number(after)
@@ -132,32 +135,33 @@ def read_boxed(text: str) -> str | None:
 # ---------------------------------------------------------------- private
 
 
-def _against_label(generations: Sequence[Generation], equal: Callable[[str, str], bool]) -> list[float]:
+def _against_label(
+    generations: Sequence[Generation],
+    equal: Callable[[str, str], bool],
+    *,
+    texts: Callable[[str], Sequence[str]] = expected_texts,
+) -> list[float | None]:
+    found: list[float | None] = []
     for generation in generations:
         label = generation.prompt.label
-        if not _normalised(label if (boxed := read_boxed(label)) is None else boxed):
+        boxed = read_boxed(label)
+        if not normalized(label if boxed is None else boxed):
             raise ValueError(f"prompt {generation.prompt.id} has no label to check against: {label!r}")
-    return [float(equal(generation.completion.text, generation.prompt.label)) for generation in generations]
-
-
-def _is_table(label: str) -> bool:
-    """Return whether a label is a JSON object or list, of whose numbers none is the answer."""
-    try:
-        return isinstance(json.loads(label), (dict, list))
-    except (ValueError, RecursionError):
-        return False
+        text, expected = generation.completion.text, texts(label if boxed is None else boxed)
+        found.append(float(any(equal(text, one) for one in expected)) if expected else None)
+    return found
 
 
 def _same(text: str, label: str) -> bool:
     number, expected = _whole_number(text), _whole_number(label)
     if number is not None and expected is not None:
         return number == expected
-    return _normalised(text) == _normalised(label)
+    return normalized(text) == normalized(label)
 
 
 def _whole_number(text: str) -> Decimal | None:
     """The text as a number if it is nothing else, save a currency or percent sign."""
-    text = text.strip().strip("$%").rstrip(".").strip()
+    text = fold(text).strip().strip("$%").rstrip(".").strip().removeprefix("+")
     return _decimal(text) if _NUMBER.fullmatch(text) else None
 
 
@@ -167,8 +171,4 @@ def _first_number(text: str) -> Decimal | None:
 
 
 def _decimal(text: str) -> Decimal:
-    return Decimal(text.replace(",", ""))
-
-
-def _normalised(text: str) -> str:
-    return " ".join(text.split()).rstrip(".").casefold()
+    return Decimal(re.sub(r"[,\s]", "", text))

@@ -32,8 +32,9 @@ from rlhf_core.agents.episodes import Episode, play
 from rlhf_core.agents.process import Environments
 from rlhf_core.config.agents import AgentsBySource
 from rlhf_core.config.engines import SamplingConfig
+from rlhf_core.config.schedule import Scheduled, SchedulePart, scheduled
 from rlhf_core.data.chat import ChatTemplate
-from rlhf_core.data.mixing import mixed_rows, rows_from
+from rlhf_core.data.mixing import apportioned, mixed_rows, rows_from, shuffled
 from rlhf_core.data.shards import POOL, Drawn, Pool, RolloutLog, read_drawn, read_pool, write_drawn, write_pool
 from rlhf_core.errors import DataError, SamplingError
 from rlhf_core.interfaces import Metrics, Sampler, Weights
@@ -46,6 +47,7 @@ from rlhf_core.types import (
     Generation,
     Prompt,
     SamplingRequest,
+    chunks,
     derive_seed,
     floats,
     ids,
@@ -85,8 +87,9 @@ class OnPolicySampler:
     A step that the same policy (by digest) sampled and the log has, since a run was killed, is taken from the log.
     """
 
-    def __init__(self, engine: Sampler, log: RolloutLog, draw: DrawAnswers) -> None:
+    def __init__(self, engine: Sampler, log: RolloutLog, draw: DrawAnswers, *, band: BandOrder | None = None) -> None:
         self._engine = engine
+        self._band = band
         self._log = log
         self._draw = draw
         self._policy = ""
@@ -109,6 +112,7 @@ class OnPolicySampler:
         if kept is not None:
             self._pool = kept.pool
             generations = [Generation(one.prompt, one.prompt_ids, one.completion) for one in kept.rollouts]
+            note_drawn(self._band, step, generations)
         else:
             generations, self._pool = self._draw(step, self._pool)
         return Drawn(self._policy, generations, self._pool)
@@ -125,6 +129,12 @@ class OnPolicySampler:
     def load(self, folder: Path, step: int) -> None:
         """Read the state of `save`."""
         self._pool = read_pool(folder / POOL)
+
+
+def note_drawn(band: BandOrder | None, step: int, generations: Sequence[Generation]) -> None:
+    """Tell the order of the prompts which of them a step drew that is not sampled again."""
+    if band is not None:
+        band.note_drawn(step, [one.prompt for one in generations])
 
 
 @dataclass(frozen=True)
@@ -165,24 +175,44 @@ class Draw:
     seed: int
     shuffles: bool = True
     """Whether each epoch of the prompts has another order."""
-    band: BandOrder | None = None
-    """The order of `order = "band"`, in place of the others."""
+    schedule: Sequence[SchedulePart] = ()
+    """Changes of `mixture` and `sampling` during the training."""
 
-    def drawn(self, first: int, count: int, seed: int) -> list[Prompt]:
-        """Return `count` prompts from position `first` of the endless sequence that the steps draw from."""
-        if self.band is not None:
-            return self.band.drawn(count)
-        if not self.mixture:
+    def at(self, step: int) -> Scheduled:
+        """The sampling and the mixture of a step."""
+        return scheduled(self.schedule, step, self.sampling, self.mixture)
+
+    def drawn(
+        self, first: int, count: int, seed: int, mixture: Mapping[str, float] | None = None, since: int = 0
+    ) -> list[Prompt]:
+        """`count` prompts from position `first` of the endless sequence that the steps draw from.
+
+        A `mixture` of a schedule begins with another sequence, at the step `since`.
+        """
+        shares = dict(sorted((self.mixture if mixture is None else mixture).items()))  # keys are in no order
+        if since:
+            first, seed = first - since * self.groups, derive_seed(seed, "schedule", since)
+        if not shares:
             return rows_from(first, self.prompts, count=count, seed=seed, shuffles=self.shuffles)
-        shares = dict(sorted(self.mixture.items()))  # keys are in no order
         return mixed_rows(
             first, self.by_source, shares, count=count, block=self.groups, seed=seed, shuffles=self.shuffles
         )
 
+    def drawn_in_band(self, band: BandOrder, step: int, mixture: Mapping[str, float]) -> list[Prompt]:
+        """The prompts of a step by `order = "band"`, of each source its share."""
+        if not mixture:
+            return band.drawn(step, {"": self.groups})
+        offset = derive_seed(self.seed, "mixture", step) / 2**31
+        found = band.drawn(step, apportioned(dict(sorted(mixture.items())), self.groups, offset=offset))
+        return shuffled(found, seed=derive_seed(self.seed, "block", step))
+
     @cached_property
     def by_source(self) -> dict[str, list[Prompt]]:
         """The prompts by source."""
-        return {source: [one for one in self.prompts if one.source == source] for source in self.mixture}
+        found: defaultdict[str, list[Prompt]] = defaultdict(list)
+        for one in self.prompts:
+            found[one.source].append(one)
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,6 +220,8 @@ class WholeAnswers(Draw):
     """Draws the prompts of a step and samples their answers whole: a `DrawAnswers` without a pool."""
 
     environments: OpenEnvironments = SINGLE_TURN
+    band: BandOrder | None = None
+    """The order of `order = "band"`, in place of the others."""
 
     def __call__(self, step: int, pool: Pool) -> tuple[list[Generation], Pool]:
         """Return the answers of `step`, and the pool as it is."""
@@ -201,15 +233,20 @@ class WholeAnswers(Draw):
         Each round has other prompts and seeds. A prompt that occurs twice in it continues to number its answers.
         """
         seed = derive_seed(self.seed, "round", number) if number else self.seed
+        sampling, mixture, since = self.at(step)
         chat_of = self.environments.templates(self.chat)
         work: list[Episode] = []
         drawn: Counter[str] = Counter()
-        for prompt in self.drawn(step * self.groups, self.groups, seed):
+        if self.band is not None:
+            prompts = self.drawn_in_band(self.band, step, mixture)
+        else:
+            prompts = self.drawn(step * self.groups, self.groups, seed, mixture, since)
+        for prompt in prompts:
             ids = chat_of(prompt).prompt_ids(prompt.messages)
             numbers = range(drawn[prompt.id], drawn[prompt.id] + self.group_size)
             work += [Episode(prompt, ids, derive_seed(seed, "ppo", step, prompt.id, i)) for i in numbers]
             drawn[prompt.id] += self.group_size
-        made = answers(self.engine, self.chat, work, self.sampling, self.environments)
+        made = answers(self.engine, self.chat, work, sampling, self.environments)
         return [Generation(one.prompt, ids, completion) for one, (ids, completion) in zip(work, made, strict=True)]
 
 
@@ -300,7 +337,7 @@ class PartialAnswers(Draw):
         samples = [*pool.samples, *self._begun(pool.begun, missing)]
         for _ in range(self.sampling.max_tokens // self.tokens):
             samples = self._after_a_round(samples)
-            groups = [samples[start : start + size] for start in range(0, len(samples), size)]
+            groups = chunks(samples, size)
             whole = [number for number, group in enumerate(groups) if all(map(self._is_finished, group))]
             if len(whole) >= self.groups:
                 taken = whole[: self.groups]
@@ -375,8 +412,11 @@ class AheadSampler:
     ...     sampler.load_weights(policy.weights, version=0)
     """
 
-    def __init__(self, inner: StepSampler, *, staleness: int, steps: int, group_size: int) -> None:
+    def __init__(
+        self, inner: StepSampler, *, staleness: int, steps: int, group_size: int, band: BandOrder | None = None
+    ) -> None:
         self._inner = inner
+        self._band = band
         self._staleness = staleness
         self._steps = steps
         self._group_size = group_size
@@ -437,8 +477,10 @@ class AheadSampler:
         if sorted(kept) != list(range(step, end)):
             rule = f"rollouts of the steps {step} to {end - 1} should be here, but found those of {sorted(kept)}"
             raise DataError("checkpoint.rollouts", str(folder), rule, "start the stage over with --force")
-        usable = takewhile(lambda one: self._has_whole_group(one[1].generations), sorted(kept.items()))
-        self._drawn = {number: _completed(drawn) for number, drawn in usable}
+        usable = dict(takewhile(lambda one: self._has_whole_group(one[1].generations), sorted(kept.items())))
+        self._drawn = {number: _completed(drawn) for number, drawn in usable.items()}
+        for number, drawn in usable.items():
+            note_drawn(self._band, number, drawn.generations)
         self._requested = step + len(self._drawn)
         self._inner.load(folder, step)
 

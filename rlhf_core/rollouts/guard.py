@@ -36,7 +36,7 @@ from rlhf_core.stage.context import StageContext
 from rlhf_core.store.checkpoints import Checkpoint
 from rlhf_core.store.failures import Counts
 from rlhf_core.store.gate_decisions import GateAnswer, GateDecisions, Question
-from rlhf_core.types import Generation, Prompt, Rollout, derive_seed
+from rlhf_core.types import Generation, Prompt, Rollout, chunks, derive_seed
 
 # ---------------------------------------------------------------- held out
 
@@ -111,8 +111,7 @@ class HeldOut:
         return Measured(metrics, samples)
 
     def _by_prompt(self, rollouts: Sequence[Rollout]) -> tuple[float, ...]:
-        size = self.config.samples
-        groups = [rollouts[start : start + size] for start in range(0, len(rollouts), size)]
+        groups = chunks(rollouts, self.config.samples)
         return tuple(_mean([one.reward for one in group if not one.invalid]) for group in groups)
 
 

@@ -17,7 +17,7 @@ from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.shards import Drawn, RolloutLog
 from rlhf_core.errors import RewardError
 from rlhf_core.evaluation.metrics import distinct_n, repetition
-from rlhf_core.interfaces import Apart, Metrics, Sampler, here
+from rlhf_core.interfaces import Metrics, Sampler
 from rlhf_core.rewards.scoring import Scorer
 from rlhf_core.rollouts.answers import (
     SINGLE_TURN,
@@ -31,9 +31,8 @@ from rlhf_core.rollouts.answers import (
     episode_metrics,
 )
 from rlhf_core.rollouts.prompts import BandOrder
-from rlhf_core.rows import Shared
 from rlhf_core.store.failures import Counts
-from rlhf_core.types import Column, Completion, Generation, Prompt, Rollout, SamplingRequest
+from rlhf_core.types import Completion, Generation, Prompt, Rollout, SamplingRequest, chunks
 
 # ---------------------------------------------------------------- dynamic sampling
 
@@ -69,9 +68,7 @@ def sampled_until_decided(
     decided: list[Sequence[Rollout]] = []
     passed_over: list[Sequence[Rollout]] = []
     for number in range(config.max_rounds):
-        rollouts = draw(number)
-        for start in range(0, len(rollouts), group_size):
-            group = rollouts[start : start + group_size]
+        for group in chunks(draw(number), group_size):
             (decided if is_decided(group, config) else passed_over).append(group)
         if len(decided) >= groups:
             break
@@ -115,9 +112,7 @@ ANSWERS, TOKENS = 256, 512
 """The numbers of answers of a step, and of first tokens of each, whose n-grams are counted: a fraction of a second."""
 
 
-def answer_metrics(
-    completions: Sequence[Completion], *, ends: Sequence[int], stop: Sequence[str] = (), apart: Apart = here
-) -> Metrics:
+def answer_metrics(completions: Sequence[Completion], *, ends: Sequence[int], stop: Sequence[str] = ()) -> Metrics:
     """Return `rollout/unique`, `distinct_2`, `repetition` and `ended` of the answers of a step.
 
     `unique` is the share of different texts, `distinct_2` that of different pairs of tokens among all pairs, `repetition`
@@ -126,16 +121,11 @@ def answer_metrics(
     """
     shown = [completion.token_ids[:TOKENS] for completion in completions[:ANSWERS]]
     stopped = [one for one in completions if one.finish_reason == "stop" and not any(text in one.text for text in stop)]
-    unique = len({completion.text for completion in completions}) / len(completions)
-    return {"rollout/unique": unique} | apart(token_metrics, shown, [one.token_ids[-1:] for one in stopped], ends)
-
-
-def token_metrics(shown: Sequence[Column[int]], last: Sequence[Column[int]], ends: Sequence[int]) -> Metrics:
-    """Return the `answer_metrics` of the first tokens that are `shown`, and of the last ones of answers that stopped."""
     return {
+        "rollout/unique": len({completion.text for completion in completions}) / len(completions),
         "rollout/distinct_2": distinct_n(shown, 2),
         "rollout/repetition": fmean(repetition(tokens, 3) for tokens in shown),
-        "rollout/ended": fmean(token in ends for (token,) in last) if last else 1.0,
+        "rollout/ended": fmean(one.token_ids[-1] in ends for one in stopped) if stopped else 1.0,
     }
 
 
@@ -143,7 +133,7 @@ def zero_variance(rewards: Sequence[float], *, group_size: int) -> Metrics:
     """Return `rollout/zero_variance`, the share of groups whose answers all earn the same; {} without groups."""
     if group_size < 2:
         return {}
-    groups = [rewards[start : start + group_size] for start in range(0, len(rewards), group_size)]
+    groups = chunks(rewards, group_size)
     return {"rollout/zero_variance": fmean(min(group) == max(group) for group in groups)}
 
 
@@ -177,7 +167,6 @@ class StepScorer:
     note_failed: Callable[[int, Counts], None]
     dynamic: DynamicScoring | None
     """How undecided groups are replaced; None scores the answers as they are."""
-    apart: Apart = here
 
     def __call__(self, step: int, drawn: Drawn) -> Sequence[Rollout]:
         """Return the rollouts of the groups in which every one is valid. RewardError if there is no such group."""
@@ -185,13 +174,13 @@ class StepScorer:
         kept = self.log.read(step, policy=drawn.policy)
         if kept is not None:
             self.scorer.restore(kept.scorer)
-            return valid_groups(Shared(kept.rollouts), group_size=self.group_size)
+            return valid_groups(kept.rollouts, group_size=self.group_size)
         answers = drawn.generations
-        rollouts = Shared(self.scorer(answers) if self.dynamic is None else self.dynamic(step, answers))
+        rollouts = self.scorer(answers) if self.dynamic is None else self.dynamic(step, answers)
         valid = valid_groups(rollouts, group_size=self.group_size)  # first: a step without any is not kept
         self.note_failed(step + 1, self.scorer.failed())  # before they are kept: a kill would lose the note
-        self.apart(self.log.write, step, rollouts, self.scorer.state(), policy=drawn.policy, pool=drawn.pool)
         self.log.forget(before=step - self.keep_steps)
+        self.log.write(step, rollouts, self.scorer.state(), policy=drawn.policy, pool=drawn.pool)
         return valid
 
 
@@ -204,8 +193,8 @@ def valid_groups(rollouts: Sequence[Rollout], *, group_size: int) -> Sequence[Ro
     invalid = [one for one in rollouts if one.invalid]
     if not invalid:
         return rollouts
-    groups = [rollouts[start : start + group_size] for start in range(0, len(rollouts), group_size)]
-    kept = Shared(rollout for group in groups if not any(one.invalid for one in group) for rollout in group)
+    groups = chunks(rollouts, group_size)
+    kept = [rollout for group in groups if not any(one.invalid for one in group) for rollout in group]
     first, lost = invalid[0], len(rollouts) - len(kept)
     if not kept:
         where = f"rewards[prompt {first.prompt.id}]"
@@ -216,32 +205,22 @@ def valid_groups(rollouts: Sequence[Rollout], *, group_size: int) -> Sequence[Ro
 
 
 def rollout_metrics(
-    step: int,
-    drawn: Drawn,
-    rollouts: Sequence[Rollout],
-    *,
-    prompts_per_step: int,
-    group_size: int,
-    episodes: bool,
-    dynamic_sampling: DynamicSampling | None,
-    ahead: int,
-    ends: Sequence[int],
-    stop: Sequence[str],
-    apart: Apart,
+    step: int, drawn: Drawn, rollouts: Sequence[Rollout], config: PPOConfig, *, ahead: int, ends: Sequence[int]
 ) -> Metrics:
     """Return `rollout/*`: staleness, episode reports, groups that are undecided, equal or in flight, and the answers' health.
 
-    `ahead` counts the later steps that are being sampled, `ends` and `stop` are the tokens and texts that end an answer.
+    `ahead` counts the later steps that are being sampled, `ends` are the tokens that end an answer.
     """
+    group_size, episodes = config.samples_per_prompt, bool(config.agent or config.agents)
     # The segments of partial rollouts are spans as well, and no turns.
     reported = episode_metrics([one.completion for one in drawn.generations]) if episodes else {}
-    in_flight = float(ahead * prompts_per_step + len(drawn.pool.samples) // group_size)
+    in_flight = float(ahead * config.prompts_per_step + len(drawn.pool.samples) // group_size)
     undecided: Metrics = {}
-    if dynamic_sampling is not None:
-        groups = [rollouts[start : start + group_size] for start in range(0, len(rollouts), group_size)]
-        undecided["rollout/undecided_groups"] = float(sum(not is_decided(group, dynamic_sampling) for group in groups))
+    if isinstance(config.ahead, DynamicSampling):
+        groups = chunks(rollouts, group_size)
+        undecided["rollout/undecided_groups"] = float(sum(not is_decided(group, config.ahead) for group in groups))
     equal = zero_variance([one.reward for one in rollouts], group_size=group_size) | by_source(rollouts, group_size)
-    health = answer_metrics([one.completion for one in rollouts], ends=ends, stop=stop, apart=apart)
+    health = answer_metrics([one.completion for one in rollouts], ends=ends, stop=config.sampling.stop)
     if episodes:
         del health["rollout/ended"]  # the last word of an episode may be its environment's
     return staleness(rollouts, step) | reported | undecided | equal | health | {"rollout/in_flight": in_flight}
@@ -292,7 +271,7 @@ def with_greedy_rewards(
     for name, one in greedy.items():
         if one.invalid:
             logger.warning("step %d: prompt %s has no greedy answer with a reward (%s)", step, name[0], one.invalid)
-    marked = Shared(_based(one, greedy[one.prompt.id, one.prompt_ids]) for one in rollouts)
+    marked = [_based(one, greedy[one.prompt.id, one.prompt_ids]) for one in rollouts]
     kept = valid_groups(marked, group_size=group_size)
     return kept, tuple(greedy[one.prompt.id, one.prompt_ids].reward for one in kept)
 
@@ -325,7 +304,6 @@ def open_rollouts(
     environments: OpenEnvironments = SINGLE_TURN,
     band: BandOrder | None = None,
     note_failed: Callable[[int, Counts], None] = lambda step, counts: None,
-    apart: Apart = here,
 ) -> Iterator[tuple[StepSampler, StepScorer]]:
     """Yield the sampler and the scorer of each step, as `[ppo.ahead]` chooses; leave before the engines' leases end.
 
@@ -334,9 +312,9 @@ def open_rollouts(
     """
     ahead, groups, size = config.ahead, config.prompts_per_step, config.samples_per_prompt
     drawn: dict[str, Any] = {"engine": engine, "chat": chat, "prompts": prompts, "sampling": config.sampling}
-    drawn |= {"mixture": config.mixture, "band": band}
+    drawn |= {"mixture": config.mixture, "schedule": config.schedule}
     drawn |= {"groups": groups, "group_size": size, "seed": seed, "shuffles": config.order == "shuffled"}
-    whole = WholeAnswers(**drawn, environments=environments)
+    whole = WholeAnswers(**drawn, environments=environments, band=band)
     draw: DrawAnswers = whole
     dynamic: DynamicScoring | None = None
     if isinstance(ahead, PartialRollouts):
@@ -344,7 +322,7 @@ def open_rollouts(
         draw = PartialAnswers(**drawn, tokens=ahead.tokens, in_flight_groups=in_flight)
     elif isinstance(ahead, DynamicSampling):
         dynamic = DynamicScoring(scorer, whole.sample_round, ahead, groups, size)
-    sampler = OnPolicySampler(engine, log, draw)
+    sampler = OnPolicySampler(engine, log, draw, band=band)
     keep = config.checkpoint_every
     score = StepScorer(
         scorer=scorer,
@@ -353,10 +331,9 @@ def open_rollouts(
         keep_steps=keep,
         note_failed=note_failed,
         dynamic=dynamic,
-        apart=apart,
     )
     if not config.staleness:
         yield sampler, score
         return
-    with AheadSampler(sampler, staleness=config.staleness, steps=config.steps, group_size=size) as sampling:
+    with AheadSampler(sampler, staleness=config.staleness, steps=config.steps, group_size=size, band=band) as sampling:
         yield sampling, score

@@ -6,11 +6,15 @@ import socket
 from importlib.metadata import version
 from pathlib import Path
 
-from rlhf_core.config.engines import RuntimeConfig, TrainerConfig
+from rlhf_core.config.engines import TrainerConfig
+from rlhf_core.config.runtime import RuntimeConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.processes.child import idle_threads
 from rlhf_core.runtime.liveness import greet
 
+SEE_NO_GPU = "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"
+"""Variable with which Ray gives an empty CUDA_VISIBLE_DEVICES to a worker without GPUs. Otherwise the worker sees those of
+its node, which may be another run's."""
 KERNEL_CHOICES = (
     "ATEN_CPU_CAPABILITY",
     "DNNL_MAX_CPU_ISA",
@@ -57,6 +61,7 @@ def worker_environment(*, threads: int) -> dict[str, str]:
         **idle_threads(),
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
+        SEE_NO_GPU: "1",
         **{name: os.environ[name] for name in KERNEL_CHOICES if name in os.environ},
     }
 
@@ -66,9 +71,9 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def threads_per_worker(config: RuntimeConfig, *, workers: int) -> int:
-    """Return `cpu_threads`, or an equal share of the cores for each of the `workers` that compute at the same time."""
-    return config.cpu_threads or max(1, available_cores() // workers)  # at least one thread each
+def threads_per_worker(config: RuntimeConfig, *, cores: int) -> int:
+    """`cpu_threads`, or the worker's share of the cores of its node, but at least one thread."""
+    return config.cpu_threads or max(1, cores)
 
 
 def trainer_versions(config: TrainerConfig) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """Join or start Ray, and check in a worker that it computes on the GPUs that Ray reserved for it."""
 
 import contextlib
+import gc
 import logging
 import os
 import secrets
@@ -9,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -29,6 +31,10 @@ START_ATTEMPTS = 3
 OBJECT_STORE_FRACTION = 0.1
 """Share of the machine's memory for weights in transit; Ray's own default is 0.3."""
 SMALLEST_OBJECT_STORE = 256 << 20  # bytes; a bucket of weights is 2^28
+NEW_OBJECTS = 50_000
+"""New objects after which Python looks for cycles among them. With its default, 700 or 2,000, a step of 8,000 answers makes
+it visit all objects of the process, most of them of torch and other libraries, which takes longer than to receive them.
+"""
 CONNECT_TIMEOUT_S = 300.0
 """Time limit for starting or joining Ray, which starts about six processes, perhaps on a very busy machine."""
 RECONNECT_TIMEOUT_S, RECONNECT_EVERY_S = 120.0, 2.0
@@ -42,6 +48,7 @@ def connect(cores: int) -> bool:
     within CONNECT_TIMEOUT_S.
     """
     os.environ.update(VARIABLES)  # for the processes that Ray starts; this process had them when it imported Ray
+    gc.set_threshold(NEW_OBJECTS)
     address = named_address()
     if ray.is_initialized():
         return False
@@ -138,7 +145,8 @@ def _join(address: str) -> None:
             warn_if_disabled=False
         )
     try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        with _without_error_listener():
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise no_head(address) from error
 
@@ -156,7 +164,7 @@ def _start(cores: int) -> None:
     keep_token_private()
     for attempt in range(START_ATTEMPTS):
         try:
-            with _this_machine_alone(), _out_of_the_terminal():
+            with _this_machine_alone(), _out_of_the_terminal(), _without_unused_processes(), _without_error_listener():
                 ray.init(
                     address="local",
                     num_cpus=cores,
@@ -193,6 +201,38 @@ def _out_of_the_terminal() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _without_unused_processes() -> Iterator[None]:
+    """Make a Ray started inside leave out two processes, which take 1.5 CPU seconds and 115 MB.
+
+    An autoscaler has nothing to do on one machine, and the log monitor sends lines to drivers that show them; ours do not.
+    `ray start` has options for both, `ray.init` has none.
+    """
+    parameter = ray._private.parameter
+    before = parameter.RayParams
+    parameter.RayParams = partial(before, no_monitor=True, include_log_monitor=False)
+    try:
+        yield
+    finally:
+        parameter.RayParams = before
+
+
+@contextmanager
+def _without_error_listener() -> Iterator[None]:
+    """Make a driver that connects inside run without the thread that prints errors of the cluster; ours are raised.
+
+    `ray.shutdown` closes the subscription while that thread polls it. After the loss of a head this ended the whole
+    process with SIGSEGV.
+    """
+    worker = ray._private.worker
+    before = worker.listen_error_messages
+    worker.listen_error_messages = lambda *_: None
+    try:
+        yield
+    finally:
+        worker.listen_error_messages = before
 
 
 @contextmanager

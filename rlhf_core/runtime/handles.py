@@ -10,15 +10,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
+import numpy as np
+
 from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.errors import RlhfError, SamplingError
 from rlhf_core.interfaces import Metrics, Objective, Trainer, Transfer, Weights
-from rlhf_core.models.micro_batches import row_length
-from rlhf_core.rows import Columns, chosen, held_lengths, holds
-from rlhf_core.runtime.pieces import packed
+from rlhf_core.models.micro_batches import row_lengths
+from rlhf_core.runtime.packed_completions import pack_request, unpack
 from rlhf_core.runtime.placement import GpuSharing
 from rlhf_core.runtime.weight_sync import DeviceWeights, StoredWeights
 from rlhf_core.runtime.worker_group import WorkerGroup
+from rlhf_core.sequences import Samples, Sequences, Subset, offsets_of, take
 from rlhf_core.store.checkpoints import write_part
 from rlhf_core.store.places.mirror import Damaged
 from rlhf_core.store.places.place import Place, named, note_elsewhere, parts_elsewhere
@@ -29,29 +31,20 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-# Each function makes a method of `RayTrainer` from one of `Trainer`: the same signature, executed by the ranks.
+def _by_sample(method: Callable[Concatenate[Trainer, P], T]) -> Callable[Concatenate[RayTrainer, P], T]:
+    """Make a method of `RayTrainer` from one of `Trainer` that divides the samples, the first argument, among the ranks.
 
-
-def _in_order(method: Callable[Concatenate[Trainer, P], T]) -> Callable[Concatenate[RayTrainer, P], T]:
-    """Split the samples, the first argument, among the ranks; return one result per sample, in the original order."""
+    Ranks return one result per sample, or an array with one number per token. They are joined in the order of the samples;
+    numbers of a selection, which is trained on later, stay in the object store.
+    """
     signature = inspect.signature(method)
 
     @functools.wraps(method)
     def call(self: RayTrainer, *arguments: P.args, **keywords: P.kwargs) -> T:
         _, (_, samples), *others = signature.bind(self, *arguments, **keywords).arguments.items()
-        made: Any = self._ordered(method.__name__, samples, **dict(others))
-        return cast("T", made)
-
-    return call
-
-
-def _on_all(method: Callable[Concatenate[Trainer, P], T]) -> Callable[Concatenate[RayTrainer, P], T]:
-    """Call all ranks with the same arguments; return the result of rank 0."""
-
-    @functools.wraps(method)
-    def call(self: RayTrainer, *arguments: P.args, **keywords: P.kwargs) -> T:
-        result: T = self._call(method.__name__, *arguments, **keywords)[0]
-        return result
+        results, shares = self._call_shares(method.__name__, samples, **dict(others))
+        joined = _join(results, shares, samples)
+        return cast("T", self._workers.keep([joined])[0] if isinstance(samples, Subset) else joined)
 
     return call
 
@@ -79,21 +72,24 @@ class RayTrainer:
         self._lease = lease
         self._ranks_per_share = ranks_per_share
 
-    def forward_backward(self, samples: Sequence[Any], objective: Objective) -> Metrics:
+    def forward_backward(self, samples: Samples, objective: Objective) -> Metrics:
         """Accumulate the gradient of `objective` over all ranks' shards; return the metrics of the whole batch."""
         return self._reduced("forward_backward", samples, objective)
 
-    def loss(self, samples: Sequence[Any], objective: Objective) -> Metrics:
+    def loss(self, samples: Samples, objective: Objective) -> Metrics:
         """Return the metrics of the whole batch without gradients."""
         return self._reduced("loss", samples, objective)
 
-    logprobs = _in_order(Trainer.logprobs)
-    top_logprobs = _in_order(Trainer.top_logprobs)
-    values = _in_order(Trainer.values)
-    scores = _in_order(Trainer.scores)
-    step_scores = _in_order(Trainer.step_scores)
+    logprobs = _by_sample(Trainer.logprobs)
+    top_logprobs = _by_sample(Trainer.top_logprobs)
+    values = _by_sample(Trainer.values)
+    scores = _by_sample(Trainer.scores)
+    step_scores = _by_sample(Trainer.step_scores)
 
-    optim_step = _on_all(Trainer.optim_step)
+    def optim_step(self, *, learning_rate: float) -> Metrics:
+        """Update the weights on every rank; return the metrics of rank 0."""
+        metrics: Metrics = self._call("optim_step", learning_rate=learning_rate)[0]
+        return metrics
 
     def save(self, folder: Path) -> None:
         """Let every rank write into the folder in the background; ranks on other nodes upload their parts."""
@@ -162,40 +158,52 @@ class RayTrainer:
         with self._sharing.training():
             return self._workers.call(self._role, method, self._lease, *arguments, **keywords)
 
-    def _shares(self, samples: Sequence[Any]) -> list[list[int]]:
-        lengths = held_lengths(samples) or [row_length(sample) for sample in samples]
-        return shares(lengths, len(self._workers.actors) // self._ranks_per_share)
-
-    def _call_shares(self, method: str, arguments: Sequence[tuple[Any, ...]], **keywords: Any) -> list[Any]:
-        if self._ranks_per_share > 1:  # they read one copy
-            arguments = [(lease, self._workers.put(part), *others) for lease, part, *others in arguments]
-        repeated = [each for each in arguments for _ in range(self._ranks_per_share)]
+    def _call_shares(
+        self, method: str, samples: Samples, *arguments: Any, **keywords: Any
+    ) -> tuple[list[Any], list[list[int]]]:
+        """Call `method` of each rank with its share of the samples; return the results, and the rows of each share."""
+        dealt = shares(row_lengths(samples), len(self._workers.actors) // self._ranks_per_share)
+        if isinstance(samples, Subset):  # the ranks map its sequences
+            shared: Any = self._workers.share(samples.sequences)
+            parts: list[Any] = [Subset(shared, samples.rows[share]) for share in dealt]
+        else:
+            parts = [take(samples, share) for share in dealt]
+            if self._ranks_per_share > 1:  # they read one copy
+                parts = list(map(self._workers.put, parts))
+        given = [(self._lease, part, *arguments) for part in parts for _ in range(self._ranks_per_share)]
         with self._sharing.training():
-            return self._workers.call_each(self._role, method, repeated, **keywords)[:: self._ranks_per_share]
+            results = self._workers.call_each(self._role, method, given, **keywords)
+        return results[:: self._ranks_per_share], dealt
 
-    def _reduced(self, method: str, samples: Sequence[Any], objective: Objective) -> Metrics:
-        denominators = step_counts(objective, samples)
-        parts = [_argument(chosen(samples, share)) for share in self._shares(samples)]
-        arguments = [(self._lease, part, objective, denominators) for part in parts]
-        metrics: Metrics = reduce(self._call_shares(method, arguments))
-        return metrics
+    def keep(self, sequences: Sequences) -> Sequences:
+        """Move the arrays to the object store, which ranks map."""
+        return Sequences.of_arrays(self._workers.keep(sequences.arrays), list(sequences.fields))
 
-    def _ordered(self, method: str, samples: Sequence[Any], **keywords: Any) -> Sequence[Any]:
-        shares = self._shares(samples)
-        parts = [_argument(chosen(samples, share)) for share in shares]
-        results = self._call_shares(method, [(self._lease, part) for part in parts], **keywords)
-        if all(isinstance(part, Columns) for part in results):
-            return Columns.merged(results, [position for positions in shares for position in positions])
-        ordered: list[Any] = [None] * len(samples)
-        for positions, part in zip(shares, results, strict=True):
-            for position, result in zip(positions, part, strict=True):
-                ordered[position] = result
-        return ordered
+    def compute(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call `function` on rank 0, which maps sequences among its arguments."""
+        given = [self._workers.share(one) if isinstance(one, Sequences) else one for one in arguments]
+        ref = self._workers.begin(self._role, "compute", 0, self._lease, function, *given)
+        result: T = self._workers.first(self._role, "compute", {0: ref})[0]
+        return result
+
+    def _reduced(self, method: str, samples: Samples, objective: Objective) -> Metrics:
+        return reduce(self._call_shares(method, samples, objective, step_counts(objective, samples))[0])
 
 
-def _argument(samples: Sequence[Any]) -> Any:
-    """Return samples as an argument for a worker, those whose columns are held without these."""
-    return packed(samples) if holds(samples[:1]) else samples
+def _join(results: Sequence[Any], shares: Sequence[list[int]], samples: Samples) -> Any:
+    """The ranks' results in the order of the samples."""
+    if len(results) == 1:
+        return results[0]  # one rank gets the samples in their order
+    if isinstance(samples, (Sequences, Subset)):
+        expected, found = [int(samples.lengths[rows].sum()) for rows in shares], list(map(len, results))
+        if found != expected:
+            raise ValueError(f"{found} values of the ranks for {expected} tokens; give each token its value")
+        bounds = [itertools.pairwise(offsets_of(samples.lengths[rows]).tolist()) for rows in shares]
+        views = [one[start:end] for one, part in zip(results, bounds, strict=True) for start, end in part]
+        order = np.argsort(list(itertools.chain.from_iterable(shares)))
+        return np.concatenate([results[0][:0], *(views[at] for at in order.tolist())])
+    by_row = {row: one for rows, part in zip(shares, results, strict=True) for row, one in zip(rows, part, strict=True)}
+    return [by_row[row] for row in range(len(samples))]
 
 
 class RaySampler:
@@ -220,10 +228,11 @@ class RaySampler:
         self._drop()
         engines = len(self._workers.actors)
         bounds = [len(requests) * index // engines for index in range(engines + 1)]
-        parts = [(packed(list(requests[start:end])), sampling) for start, end in itertools.pairwise(bounds)]
+        # Ray takes a tuple to be one object, and visits each element of a list.
+        parts = [(tuple(map(pack_request, requests[start:end])), sampling) for start, end in itertools.pairwise(bounds)]
         with self._sharing.sampling():
             results = self._workers.call_each("policy", "generate", parts)
-        return [completion for part in results for completion in part]
+        return [completion for part in results for completion in unpack(part)]
 
     def advance(
         self, new: Sequence[tuple[int, SamplingRequest]], sampling: SamplingConfig
@@ -237,10 +246,10 @@ class RaySampler:
             self._waiting.setdefault(engine, []).append((number, request))
         with self._sharing.sampling():
             for engine in sorted(set(load) - set(self._running)):
-                part = packed(self._waiting.pop(engine, []))
+                part = self._waiting.pop(engine, [])
                 self._running[engine] = self._workers.begin("policy", "advance", engine, part, sampling)
             results = self._workers.first("policy", "advance", self._running) if self._running else {}
-        finished = [one for result in results.values() for one in result]
+        finished = [one for numbers, answers in results.values() for one in zip(numbers, unpack(answers), strict=True)]
         for number, _ in finished:
             del self._sampled[number]
         for engine in results:

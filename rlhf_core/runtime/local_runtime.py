@@ -4,10 +4,11 @@ import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from rlhf_core.config.engines import OptimizerConfig, RuntimeConfig
+from rlhf_core.config.engines import OptimizerConfig
+from rlhf_core.config.runtime import RuntimeConfig
 from rlhf_core.errors import SamplingError
-from rlhf_core.interfaces import EngineSampler, ModelSpec, P, Role, Runtime, Sampler, T, Trainer
-from rlhf_core.runtime.cluster import threads_per_worker, trainer_versions
+from rlhf_core.interfaces import EngineSampler, ModelSpec, Role, Runtime, Sampler, T, Trainer
+from rlhf_core.runtime.cluster import available_cores, threads_per_worker, trainer_versions
 from rlhf_core.runtime.samplers import reopen_sampler
 
 
@@ -50,7 +51,7 @@ class LocalRuntime:
             raise SamplingError(
                 "sampler", str(policy), "the engine is already leased", "leave the other `with` block first"
             )
-        threads = threads_per_worker(self._config, workers=1)
+        threads = threads_per_worker(self._config, cores=available_cores())
         warm, self._sampler = self._sampler, None  # not kept if opening fails
         opened = reopen_sampler(warm, policy, self._config.sampler, threads=threads, transfer="")
         self._sampler = opened
@@ -64,10 +65,6 @@ class LocalRuntime:
     def together(self, *work: Callable[[], T]) -> list[T]:
         """Return the results of calls, made one after the other."""
         return [one() for one in work]
-
-    def apart(self, function: Callable[P, T], /, *arguments: P.args, **keywords: P.kwargs) -> T:
-        """Return what `function` makes of its arguments."""
-        return function(*arguments, **keywords)
 
     def prewarm(self, *, trainer: bool, sampler: bool) -> None:
         """Do nothing: importing here would block the caller."""

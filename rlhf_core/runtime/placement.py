@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhf_core.config.engines import RuntimeConfig
+from rlhf_core.config.runtime import RuntimeConfig
 from rlhf_core.errors import ConfigError, WorkerLostError
+from rlhf_core.runtime.cluster import available_cores
 from rlhf_core.runtime.ray_settings import ray
 from rlhf_core.runtime.worker_group import WorkerGroup
 
@@ -36,6 +37,22 @@ class Placement:
     sample: tuple[dict[str, Any], ...]
     group: Any
     pools: Mapping[str, tuple[dict[str, Any], ...]] = field(default_factory=dict)
+    nodes: Mapping[int, str] = field(default_factory=dict)
+    """Node of each bundle."""
+
+    def cores_each(self, workers: Sequence[dict[str, Any]], at_once: Sequence[dict[str, Any]]) -> list[int]:
+        """For each of the workers, its share of the cores of its node among those there that compute `at_once`.
+
+        On CPUs, where Ray chooses nodes, all share the cores of this one.
+        """
+        if self.group is None:
+            return [available_cores() // len(at_once)] * len(workers)
+        cores = {one["NodeID"]: int(one["Resources"].get("CPU", 1)) for one in ray.nodes()}
+        crowd = Counter(map(self._node, at_once))
+        return [cores.get(self._node(one), 1) // crowd[self._node(one)] for one in workers]
+
+    def _node(self, options: dict[str, Any]) -> str:
+        return self.nodes[options["scheduling_strategy"].placement_group_bundle_index]
 
     def of(self, pool: str) -> tuple[dict[str, Any], ...]:
         """Return the options of the train workers of a pool, "" for those of the roles that no pool has."""
@@ -151,7 +168,8 @@ def reserve(config: RuntimeConfig, *, fixed: bool = False, over: Callable[[], st
     except BaseException:
         ray.util.remove_placement_group(group)  # or it would stay queued and take the GPUs from the next attempt
         raise
-    placed = by_node(made, {int(bundle): str(node) for bundle, node in table["bundles_to_node_id"].items()})
+    nodes = {int(bundle): str(node) for bundle, node in table["bundles_to_node_id"].items()}
+    placed = by_node(made, nodes)
 
     def options(gpus: float, bundle: int) -> dict[str, Any]:
         strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
@@ -167,6 +185,7 @@ def reserve(config: RuntimeConfig, *, fixed: bool = False, over: Callable[[], st
             name: tuple(options(config.pools[name].gpus_per_worker, bundle) for bundle in bundles)
             for name, bundles in placed.pools.items()
         },
+        nodes=nodes,
     )
 
 

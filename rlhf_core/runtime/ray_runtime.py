@@ -2,32 +2,29 @@
 
 import atexit
 import contextlib
-import io
 import itertools
 import logging
-import pickle
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config.engines import OptimizerConfig, RuntimeConfig
+from rlhf_core.config.engines import OptimizerConfig
+from rlhf_core.config.runtime import RuntimeConfig
 from rlhf_core.errors import SamplingError, TrainingError, WorkerLostError
-from rlhf_core.interfaces import ModelSpec, P, Role, Sampler, T, Trainer, Transfer
-from rlhf_core.rows import holds
+from rlhf_core.interfaces import ModelSpec, Role, Sampler, T, Trainer, Transfer
 from rlhf_core.runtime.cluster import available_cores, threads_per_worker, worker_environment
 from rlhf_core.runtime.connection import RECONNECT_TIMEOUT_S, connect, connect_again, servers, until_possible
 from rlhf_core.runtime.handles import RaySampler, RayTrainer
 from rlhf_core.runtime.liveness import CallHangs, RayWatch, within
-from rlhf_core.runtime.pieces import LEAVES_FROM, packed
 from rlhf_core.runtime.placement import GpuSharing, Placement, gpu_order, reserve
 from rlhf_core.runtime.ray_settings import ray
 from rlhf_core.runtime.sample_worker import SampleWorker
 from rlhf_core.runtime.train_worker import TrainWorker
 from rlhf_core.runtime.weight_sync import choose_transfer
 from rlhf_core.runtime.worker_group import WorkerGroup
-from rlhf_core.store.places.place import Place, named
+from rlhf_core.store.places.place import named
 
 logger = logging.getLogger(__name__)
 
@@ -47,10 +44,8 @@ class RayRuntime:
     >>> with runtime.trainer("policy", spec, optimizer) as trainer: ...           # doctest: +SKIP
     """
 
-    def __init__(self, config: RuntimeConfig, *, leaves_from: int = LEAVES_FROM) -> None:
-        """Columns of a result that have `leaves_from` bytes stay with Ray until somebody reads them (`pieces`)."""
+    def __init__(self, config: RuntimeConfig) -> None:
         self._config = config
-        self._leaves_from = leaves_from
         self._placement: Placement | None = None
         self._owns_ray = False
         self._watch: RayWatch | None = None
@@ -134,18 +129,6 @@ class RayRuntime:
         with ThreadPoolExecutor(len(work)) as threads:
             return [one.result() for one in [threads.submit(one) for one in work]]
 
-    def apart(self, function: Callable[P, T], /, *arguments: P.args, **keywords: P.kwargs) -> T:
-        """Return what `function` makes of its arguments: on a worker if they hold columns that are not here."""
-        if not holds((arguments, *keywords.values())):
-            return function(*arguments, **keywords)
-        workers = self._train_workers(self._config.pool_of("policy"))
-        place = None if self._owns_ray else _named_in(function)
-        if 0 in workers.away("policy", place):  # what it reads and writes is here
-            return function(*arguments, **keywords)
-        given = packed((arguments, keywords))
-        made: T = workers.call_first("policy", "apart", function, given, named=getattr(function, "__qualname__", ""))
-        return made
-
     def engines(self) -> dict[str, str]:
         """Return name -> version of the engines that served a lease, as the workers reported them."""
         return dict(self._served)
@@ -192,8 +175,7 @@ class RayRuntime:
     def _train_workers(self, pool: str = "") -> WorkerGroup:
         with self._starting:
             if pool not in self._train or self._train[pool].broken:
-                placement = self._place()
-                self._train[pool] = self._start_train_workers(placement.of(pool), self._config.in_pool(pool))
+                self._train[pool] = self._start_train_workers(self._place(), pool)
             return self._train[pool]
 
     def _sample_workers(self) -> WorkerGroup:
@@ -202,16 +184,17 @@ class RayRuntime:
                 self._sample = self._start_sample_workers(self._place())
             return self._sample
 
-    def _start_train_workers(self, places: Sequence[dict[str, Any]], config: RuntimeConfig) -> WorkerGroup:
+    def _start_train_workers(self, placement: Placement, pool: str) -> WorkerGroup:
+        places, config = placement.of(pool), self._config.in_pool(pool)
         world, gpus = len(places), config.gpus_per_train_worker
-        at_once = self._config.train_workers + sum(pool.workers for pool in self._config.pools.values())
-        threads = threads_per_worker(self._config, workers=at_once)
+        shares = placement.cores_each(places, (*placement.train, *itertools.chain(*placement.pools.values())))
         alone = config.sampler.needs().adapters
         actors = [
             self._actor(TrainWorker, options, threads).remote(
                 world, threads, config.trainer, gpus_per_worker=gpus, adapters_alone=alone
             )
-            for options in places
+            for options, cores in zip(places, shares, strict=True)
+            for threads in [threads_per_worker(self._config, cores=cores)]
         ]
         group = self._group("trainer", actors, TrainingError)
         _order_by_gpu(group, gpus)
@@ -223,11 +206,12 @@ class RayRuntime:
 
     def _start_sample_workers(self, placement: Placement) -> WorkerGroup:
         sampler = self._config.sampler
-        threads = threads_per_worker(self._config, workers=len(placement.sample))
+        shares = placement.cores_each(placement.sample, placement.sample)
         gpus = self._config.gpus_per_engine
         actors = [
             self._actor(SampleWorker, options, threads).remote(sampler, threads, gpus_per_engine=gpus)
-            for options in placement.sample
+            for options, cores in zip(placement.sample, shares, strict=True)
+            for threads in [threads_per_worker(self._config, cores=cores)]
         ]
         group = self._group("sampler", actors, SamplingError)
         _order_by_gpu(group, gpus)
@@ -258,7 +242,6 @@ class RayRuntime:
             timeout_s=self._config.worker_timeout_s,
             log_folder=str(Path(ray._private.worker.global_worker.node.get_logs_dir_path())),
             ray_lost=lambda: watch.lost,
-            leaves_from=self._leaves_from,
         )
 
     def _place(self) -> Placement:
@@ -298,26 +281,6 @@ class RayRuntime:
         self._served["ray"] = ray.__version__
         for report in reports:
             self._served.update(report)
-
-
-class _Folders(pickle.Pickler):
-    """Notes the paths in what it pickles."""
-
-    def __init__(self) -> None:
-        super().__init__(io.BytesIO())
-        self.found: list[Path] = []
-
-    def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, Path):
-            self.found.append(value)
-        return NotImplemented
-
-
-def _named_in(function: Callable[..., Any]) -> Place | None:
-    """Return the place of a folder in a mirror that a function works in, or None."""
-    folders = _Folders()
-    folders.dump(function)
-    return next(filter(None, map(named, folders.found)), None)
 
 
 def _order_by_gpu(group: WorkerGroup, gpus: float) -> None:

@@ -3,10 +3,11 @@
 import os
 import sys
 
+from rlhf_core.runtime.cluster import SEE_NO_GPU
+
 VARIABLES = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    # Without this, Ray sets CUDA_VISIBLE_DEVICES to an empty value and warns about it on every start.
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",
+    SEE_NO_GPU: "1",
     # Ray would end this process without an error a minute after its head is gone. `RayWatch` notices the loss and acts.
     "RAY_gcs_rpc_server_reconnect_timeout_s": "86400",
     # Ray's handler of SIGTERM prints a stack trace and aborts the process after 3 s; ours lets the stage save.

@@ -9,17 +9,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rlhf_core.config.engines import AnySamplerConfig, SamplingConfig
+from rlhf_core.config.engines import SamplingConfig
+from rlhf_core.config.runtime import AnySamplerConfig
 from rlhf_core.errors import SamplingError
 from rlhf_core.interfaces import DeviceSampler, EngineSampler, Probes, Transfer, TransferVerb, Weights
 from rlhf_core.processes.large_imports import large_imports
 from rlhf_core.runtime.connection import check_gpus, own_gpus
-from rlhf_core.runtime.pieces import Leaves
+from rlhf_core.runtime.file_moves import FileMoves
+from rlhf_core.runtime.packed_completions import PackedCompletions, PackedRequest, pack
 from rlhf_core.runtime.ray_settings import ray
 from rlhf_core.runtime.samplers import reopen_sampler, sampler_engine
 from rlhf_core.runtime.weight_sync import StoredWeights
 from rlhf_core.store.places.place import Place
-from rlhf_core.types import Completion, SamplingRequest
+from rlhf_core.types import SamplingRequest
 
 # ---------------------------------------------------------------- Run work at low priority, so that it does not slow down other threads
 
@@ -51,7 +53,7 @@ def _give_way() -> None:
 # ---------------------------------------------------------------- The Ray actor that samples: one engine per process, kept warm between leases
 
 
-class SampleWorker(Leaves):
+class SampleWorker(FileMoves):
     """The host of one sampler. `open` reuses the engine if only the weights of the policy differ, else replaces it."""
 
     def __init__(self, config: AnySamplerConfig, threads: int, *, gpus_per_engine: float = 0.0) -> None:
@@ -110,15 +112,16 @@ class SampleWorker(Leaves):
             raise SamplingError("sampler", type(sampler).__name__, rule, remedy)
         return sampler
 
-    def generate(self, requests: Sequence[SamplingRequest], sampling: SamplingConfig) -> list[Completion]:
+    def generate(self, requests: Sequence[PackedRequest], sampling: SamplingConfig) -> PackedCompletions:
         """Return one completion per request, in order."""
-        return self._opened().generate(requests, sampling)
+        return pack(self._opened().generate([SamplingRequest(*one) for one in requests], sampling))
 
     def advance(
         self, new: Sequence[tuple[int, SamplingRequest]], sampling: SamplingConfig
-    ) -> list[tuple[int, Completion]]:
-        """Add requests and run the engine until one has finished; return those that have, or [] if none is running."""
-        return self._opened().advance(new, sampling)
+    ) -> tuple[list[int], PackedCompletions]:
+        """Add requests and run the engine until one has finished. Returns the finished ones with their numbers."""
+        finished = self._opened().advance(new, sampling)
+        return [number for number, _ in finished], pack([one for _, one in finished])
 
     def load_weights(self, weights: Weights, version: int) -> None:
         """Read the weights from the object store (shared memory on this node) and load them into the engine."""

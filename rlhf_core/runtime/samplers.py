@@ -3,7 +3,7 @@
 from importlib import import_module
 from pathlib import Path
 
-from rlhf_core.config.engines import AnySamplerConfig
+from rlhf_core.config.runtime import AnySamplerConfig
 from rlhf_core.interfaces import EngineSampler, SamplerEngine, Transfer
 
 

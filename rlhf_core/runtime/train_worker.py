@@ -17,9 +17,11 @@ from rlhf_core.processes.identity import is_loopback, network
 from rlhf_core.processes.large_imports import large_imports
 from rlhf_core.runtime.cluster import free_port, trainer_versions
 from rlhf_core.runtime.connection import check_gpus, own_gpus
-from rlhf_core.runtime.pieces import Leaves, opened
+from rlhf_core.runtime.file_moves import FileMoves
 from rlhf_core.runtime.ray_settings import ray
+from rlhf_core.runtime.shared_sequences import SharedSequences
 from rlhf_core.runtime.weight_sync import DeviceSender, StagedWeights, StoredWeights
+from rlhf_core.sequences import Subset
 from rlhf_core.store.checkpoints import wait_for_parts
 from rlhf_core.store.layout import remove_tree
 from rlhf_core.store.places.mirror import Files
@@ -49,19 +51,33 @@ def _of_lease(
 ) -> Callable[Concatenate[TrainWorker, str, P], T]:
     """Return a worker method that takes the name of a lease and calls `method` of that lease's trainer.
 
-    Weights that are still to be sent are copied before a method that `changes` them. A `Place` is opened on this node.
+    Weights that are still to be sent are copied before a method that `changes` them. A `Place` is opened on this node, and
+    sequences in the object store are mapped.
     """
 
     def call(self: TrainWorker, lease: str, *arguments: P.args, **keywords: P.kwargs) -> T:
         if changes:
             self._keep_staged(lease)
-        here = [one.folder() if isinstance(one, Place) else opened(one) for one in arguments]
+        here = map(open_here, arguments)
         result: T = getattr(self._trainer(lease), method.__name__)(*here, **keywords)
         return result
 
     # Not functools.wraps: Ray would check calls against the wrapped signature, which has no lease.
     call.__name__, call.__doc__ = method.__name__, method.__doc__
     return call
+
+
+def open_here(argument: Any) -> Any:
+    """The argument on this node: the folder of a place, and sequences in the object store as mapped arrays."""
+    match argument:
+        case Place():
+            return argument.folder()
+        case SharedSequences():
+            return argument.map()
+        case Subset():
+            return replace(argument, sequences=open_here(argument.sequences))
+        case _:
+            return argument
 
 
 def _path(folder: Path | Place) -> Path:
@@ -73,7 +89,7 @@ def _upload(place: Place, scratch: Path) -> Files:
     return place.upload(scratch)
 
 
-class TrainWorker(Leaves):
+class TrainWorker(FileMoves):
     """One of `world` ranks. Every lease is one `LocalTrainer`; all ranks must receive the same calls in the same order.
 
     `join` sets the rank, which depends on the GPU that the process got. `gpus_per_worker` is the number requested. With
@@ -123,7 +139,8 @@ class TrainWorker(Leaves):
             MASTER_ADDR=host,
             MASTER_PORT=str(port),
         )
-        self._warm()
+        with large_imports():
+            self._models.warm(self._threads)
 
     def pid(self) -> int:
         """Return the process id."""
@@ -136,10 +153,6 @@ class TrainWorker(Leaves):
     def _host(self) -> str:
         host: str = ray.util.get_node_ip_address() if self._world > 1 or self.gpus() else "127.0.0.1"
         return host
-
-    def _warm(self) -> None:
-        with large_imports():
-            self._models.warm(self._threads)
 
     @cached_property
     def _models(self) -> HostedModels:
@@ -210,6 +223,7 @@ class TrainWorker(Leaves):
     top_logprobs = _of_lease(RankTrainer.top_logprobs)
     values = _of_lease(RankTrainer.values)
     scores = _of_lease(RankTrainer.scores)
+    compute = _of_lease(RankTrainer.compute)
     step_scores = _of_lease(RankTrainer.step_scores)
     loss = _of_lease(RankTrainer.loss)
     load = _of_lease(RankTrainer.load, changes=True)

@@ -165,13 +165,9 @@ def ipc_buffer_bytes(tensors: Mapping[str, Any]) -> int:
     >>> ipc_buffer_bytes({"embedding": torch.ones(152_064, 3584, dtype=torch.bfloat16, device="meta")})
     1089994752
     """
-    total = sum(_bytes(tensor) for tensor in tensors.values())
+    total = sum(tensor.nbytes for tensor in tensors.values())
     return max(_largest(tensors), min(total, IPC_BUFFER_BYTES))
 
 
 def _largest(tensors: Mapping[str, Any]) -> int:
-    return max((_bytes(tensor) for tensor in tensors.values()), default=0)
-
-
-def _bytes(tensor: Any) -> int:
-    return int(tensor.numel() * tensor.element_size())
+    return max((tensor.nbytes for tensor in tensors.values()), default=0)

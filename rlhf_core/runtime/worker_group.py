@@ -1,10 +1,12 @@
 """Call a group of Ray workers with a deadline; errors name the worker, the role and the remedy."""
 
-import contextlib
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from numpy.typing import NDArray
 
 from rlhf_core.errors import (
     RlhfError,
@@ -15,8 +17,9 @@ from rlhf_core.errors import (
     WorkerLostError,
     explain,
 )
-from rlhf_core.runtime.pieces import LEAVES_FROM, LEAVING, RayPiece, opened
 from rlhf_core.runtime.ray_settings import ray
+from rlhf_core.runtime.shared_sequences import SharedSequences
+from rlhf_core.sequences import Sequences
 from rlhf_core.store.places.place import Place
 
 LOOK_EVERY_S = 1.0
@@ -47,12 +50,8 @@ class WorkerGroup:
         timeout_s: float,
         log_folder: str,
         ray_lost: Callable[[], str],
-        leaves_from: int = LEAVES_FROM,
     ) -> None:
-        """`ray_lost` returns the lost part of Ray itself, "" while all of it is up.
-
-        The columns of a result that have `leaves_from` bytes stay in the object store (`pieces`).
-        """
+        """`ray_lost` returns the lost part of Ray itself, "" while all of it is up."""
         self.kind = kind
         self.actors = list(actors)
         self._killed = False
@@ -61,12 +60,11 @@ class WorkerGroup:
         self._timeout_s = timeout_s
         self._log_folder = log_folder
         self._ray_lost = ray_lost
-        self._leaves_from = leaves_from
         self._turn = threading.Lock()
+        self._shared: dict[int, tuple[Any, int]] = {}
+        """Id of an array -> reference to the arrays in the object store that have a copy of it, and its place in them."""
         self._begun: dict[Any, float] = {}
         """Call that `begin` started -> when, by the monotonic clock."""
-        self._pieces: dict[Any, Any] = {}
-        """Call in progress -> its second result."""
         self._away: dict[str, list[int]] = {}
         """Mark of a mirror -> ranks that do not see it."""
 
@@ -88,22 +86,8 @@ class WorkerGroup:
         with self._turn:
             self._check_alive(role, method)
             pairs = zip(self.actors, arguments, strict=True)
-            refs = dict(enumerate(self._start(actor, method, *args, **keywords) for actor, args in pairs))
-            try:
-                return list(self._gather(role, method, refs).values())
-            finally:
-                for ref in refs.values():
-                    self._pieces.pop(ref, None)
-
-    def call_first(self, role: str, method: str, *arguments: Any, named: str = "") -> Any:
-        """Call `method(*arguments)` on rank 0 alone; return its result. Errors call it `named`."""
-        with self._turn:
-            self._check_alive(role, method)
-            ref = self._start(self.actors[0], method, *arguments)
-            try:
-                return self._gather(role, named or method, {0: ref})[0]
-            finally:
-                self._pieces.pop(ref, None)
+            refs = dict(enumerate(getattr(actor, method).remote(*args, **keywords) for actor, args in pairs))
+            return list(self._gather(role, method, refs).values())
 
     def fetch(self, role: str, place: Place | None) -> None:
         """Let the nodes of all actors get the files of a place, however long that takes."""
@@ -143,7 +127,7 @@ class WorkerGroup:
         """Start `method(*arguments)` on one actor and return a reference to its result, for `first`."""
         with self._turn:
             self._check_alive(role, method)
-            ref = self._start(self.actors[rank], method, *arguments)
+            ref = getattr(self.actors[rank], method).remote(*arguments)
             self._begun[ref] = time.monotonic()
             return ref
 
@@ -152,7 +136,6 @@ class WorkerGroup:
         with self._turn:
             self._check_alive(role, method)
             self._begun = {ref: self._begun[ref] for ref in running.values()}  # the others were given up
-            self._pieces = {ref: self._pieces[ref] for ref in running.values() if ref in self._pieces}
             return self._gather(role, method, running, enough=1)
 
     def away(self, role: str, place: Place | None) -> list[int]:
@@ -167,6 +150,25 @@ class WorkerGroup:
     def put(self, value: Any) -> Any:
         """Return a reference to a copy in the object store, to hand to several actors."""
         return ray.put(value)
+
+    def share(self, sequences: Sequences) -> SharedSequences:
+        """Put the arrays of sequences into the object store, each once. Those put together stay until the last one goes."""
+        arrays = {id(values): values for values in sequences.arrays}
+        if missing := [values for number, values in arrays.items() if number not in self._shared]:
+            self._note(missing, self.put(missing))
+        return SharedSequences([self._shared[id(values)] for values in sequences.arrays], tuple(sequences.fields))
+
+    def keep(self, arrays: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
+        """Move arrays to the object store; `share` does not copy them again. The results cannot be written to."""
+        ref = self.put(arrays)
+        mapped: list[NDArray[Any]] = ray.get(ref)
+        self._note(mapped, ref)
+        return mapped
+
+    def _note(self, arrays: Sequence[NDArray[Any]], ref: Any) -> None:
+        for at, values in enumerate(arrays):
+            self._shared[id(values)] = ref, at
+            weakref.finalize(values, self._shared.pop, id(values), None)
 
     def reorder(self, order: Sequence[int]) -> None:
         """Reorder the actors: `order[0]` is the first from now on, and so on."""
@@ -183,14 +185,6 @@ class WorkerGroup:
         if not self._ray_lost():  # or the call might hang, and no process is left to kill
             for actor in self.actors:
                 ray.kill(actor)
-
-    def _start(self, actor: Any, method: str, *arguments: Any, **keywords: Any) -> Any:
-        """Start a call, and return a reference to its result, of one that is `LEAVING` to the first of two."""
-        if method not in LEAVING:
-            return getattr(actor, method).remote(*arguments, **keywords)
-        ref, piece = actor.leave.options(num_returns=2).remote(self._leaves_from, method, *arguments, **keywords)
-        self._pieces[ref] = piece
-        return ref
 
     def _check_alive(self, role: str, method: str) -> None:
         self._check_ray(role, method)
@@ -220,23 +214,18 @@ class WorkerGroup:
             ready, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, min(LOOK_EVERY_S, left)))
             if ready:
                 rank = ranks[ready[0]]
-                found[rank] = self._taken(ready[0], self._checked(role, method, refs, rank))
+                found[rank] = self._checked(role, method, refs, rank)
                 continue
             self._check_ray(role, method)
             if left <= 0:
                 raise self._too_late(role, method, ranks[waiting[0]])
         return dict(sorted(found.items()))
 
-    def _taken(self, ref: Any, result: Any) -> Any:
-        return opened(result, RayPiece(self._pieces.pop(ref))) if ref in self._pieces else result
-
     def _checked(self, role: str, method: str, refs: Mapping[int, Any], rank: int) -> Any:
         """Return the result of a call that has ended, or raise what it has raised. The result may be lost on its way."""
         try:
             return ray.get(refs[rank], timeout=self._timeout_s)
         except ray.exceptions.RayTaskError as error:
-            with contextlib.suppress(ray.exceptions.RayError):  # or Ray prints the error again, of the second result
-                ray.get(self._pieces.pop(refs[rank], []), timeout=self._timeout_s)
             cause = error.cause
             if isinstance(cause, ray.exceptions.RayError):  # it lost another worker, or the weights that one held
                 raise self._died(role, method, rank, cause) from error

@@ -16,14 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_core.config.engines import HFSamplerConfig, SamplingConfig
+from rlhf_core.config.engines import SamplingConfig
+from rlhf_core.config.runtime import HFSamplerConfig
 from rlhf_core.errors import SamplingError
 from rlhf_core.interfaces import ModelSpec, SamplerEngine, Weights
-from rlhf_core.models.architecture import caps_attention, length_limit, read_config
+from rlhf_core.models.architecture import caps_attention, implements_sdpa, length_limit, read_config
 from rlhf_core.models.forward import compute_in_float32
-from rlhf_core.models.loading import load_model
+from rlhf_core.models.loading import load_model, renamed_weights
 from rlhf_core.sampling.requests import PolicyFolder, most_tokens, received_tensors
-from rlhf_core.types import Completion, SamplingRequest
+from rlhf_core.types import Completion, SamplingRequest, chunks
 
 
 class HFSampler:
@@ -38,8 +39,9 @@ class HFSampler:
     def __init__(self, policy: Path, config: HFSamplerConfig) -> None:
         spec = ModelSpec(path=str(policy), head="lm", lora=None, seed=0)
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        # Attention is fixed here: sdpa would omit the cap on attention logits that some models have.
-        attention = "eager" if caps_attention(read_config(policy)) else "sdpa"
+        # Attention is fixed here: sdpa would omit the cap on attention logits that some models have, and others lack it.
+        stored = read_config(policy)
+        attention = "sdpa" if implements_sdpa(stored) and not caps_attention(stored) else "eager"
         self._model: Any = load_model(
             spec, dtype=config.dtype, attention=attention, gradient_checkpointing=False, device=device
         )
@@ -55,8 +57,8 @@ class HFSampler:
     def generate(self, requests: Sequence[SamplingRequest], sampling: SamplingConfig) -> list[Completion]:
         self._policy.check(requests, sampling)
         completions: list[Completion] = []
-        for start in range(0, len(requests), self._batch_size):
-            rows = [_Row.start(request, sampling) for request in requests[start : start + self._batch_size]]
+        for batch in chunks(requests, self._batch_size):
+            rows = [_Row.start(request, sampling) for request in batch]
             with torch.inference_mode():
                 self._fill(rows, sampling)
             completions += [
@@ -76,7 +78,10 @@ class HFSampler:
 
     def load_weights(self, weights: Weights, *, version: int) -> None:
         """Replace the policy by `weights` (payload: name -> tensor). Raises SamplingError if they are not the policy's."""
-        missing, unexpected = self._model.load_state_dict(received_tensors(weights), strict=False)
+        tensors = received_tensors(weights)
+        if not tensors.keys() <= self._model.state_dict().keys():
+            tensors = renamed_weights(self._model, tensors)
+        missing, unexpected = self._model.load_state_dict(tensors, strict=False)
         tied = set(self._model.all_tied_weights_keys)
         if unexpected or set(missing) - tied:
             wrong = sorted({*unexpected, *(set(missing) - tied)})[:3]

@@ -117,7 +117,7 @@ class PolicyFolder:
         """
         # These import torch and transformers, before which a sampler may have to set variables.
         from rlhf_core.models.architecture import check_longest
-        from rlhf_core.models.loading import load_tokenizer
+        from rlhf_core.pretrained import load_tokenizer
 
         config = _read_config(policy)
         text_config = config["text_config"] if "text_config" in config else config  # of multimodal models

@@ -1,16 +1,18 @@
 """Start and call vLLM's engine. The only module that imports vLLM's engine; `vllm_sampler` sets its variables before."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from vllm import LLM, SamplingParams
+from vllm import LLM, ModelRegistry, SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
-from rlhf_core.config.engines import SamplingConfig, VllmSamplerConfig
+from rlhf_core.config.engines import SamplingConfig
+from rlhf_core.config.runtime import VllmSamplerConfig
 from rlhf_core.errors import SamplingError
 from rlhf_core.interfaces import Transfer
 from rlhf_core.sampling.requests import further_options, most_tokens
@@ -62,6 +64,8 @@ def start(policy: Path, config: VllmSamplerConfig, *, transfer: Transfer) -> LLM
     if transfer:
         place["weight_transfer_config"] = {"backend": transfer}
     try:
+        if config.tensor_parallel == 1:  # else other processes run the model
+            _import_model(policy)
         return LLM(
             model=str(policy),
             skip_tokenizer_init=True,
@@ -84,3 +88,15 @@ def start(policy: Path, config: VllmSamplerConfig, *, transfer: Transfer) -> LLM
     except Exception as error:
         rule = f"vLLM could not start: {error}"
         raise SamplingError("policy", str(policy), rule, "see the worker's log for the first error") from error
+
+
+def _import_model(policy: Path) -> None:
+    """Import the model class of `policy`, which the engine runs in this process.
+
+    Otherwise vLLM first starts a process that imports vLLM and the class only to describe it, unless the user's cache
+    has the description.
+    """
+    config = json.loads((policy / "config.json").read_text(encoding="utf-8"))
+    for name in config.get("architectures", ()):
+        if name in ModelRegistry.models:  # the others are vLLM's to refuse
+            ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())

@@ -18,7 +18,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rlhf_core.config.engines import SamplingConfig, VllmSamplerConfig
+from rlhf_core.config.engines import SamplingConfig
+from rlhf_core.config.runtime import VllmSamplerConfig
 from rlhf_core.errors import SamplingError
 from rlhf_core.interfaces import Adapters, Probes, SamplerEngine, Transfer, TransferVerb, Weights
 from rlhf_core.processes.child import idle_threads

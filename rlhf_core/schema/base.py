@@ -27,6 +27,7 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
+from rlhf_core.schema.hosts import is_host
 from rlhf_core.schema.secrets import holding, refuse_plain
 from rlhf_core.secrets.redaction import hidden
 
@@ -80,7 +81,8 @@ def _http_address(url: str) -> str:
         raise ValueError(f"{hidden('url', url)!r}: must begin with http:// or https://; give the complete URL")
     try:
         parts = urlsplit(url)
-        found = parts.hostname and parts.port != 0  # reading the port raises ValueError if it is not a number
+        # Reading the port raises ValueError if it is not a number.
+        found = parts.port != 0 and is_host(parts.hostname or "") and url.isprintable() and " " not in url
     except ValueError:
         found = None
     if not found:
@@ -111,7 +113,12 @@ class Config(BaseModel):
     """
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", validate_default=True, hide_input_in_errors=True, allow_inf_nan=False
+        frozen=True,
+        extra="forbid",
+        validate_default=True,
+        hide_input_in_errors=True,
+        allow_inf_nan=False,
+        defer_build=True,
     )
 
     @model_validator(mode="before")
@@ -154,6 +161,31 @@ class Config(BaseModel):
             if isinstance(field.default, (Config, Mapping)) and "default" in (own := properties[field.alias or name]):
                 own["default"] = _ANY.dump_python(field.default, mode="json", by_alias=True, context=PRESENT_NAMES)
         return schema
+
+    @classmethod
+    def model_json_schema(cls, *arguments: Any, **options: Any) -> dict[str, Any]:
+        """JSON Schema of a configuration.
+
+        Validators are built at their first use, and pydantic omits the discriminator of a union whose members were not
+        built before it. So all are built twice, and again when there are new ones.
+        """
+        kinds = set(_subclasses(Config))
+        if not kinds <= _BUILT:
+            for force in (False, True):
+                for kind in kinds:
+                    kind.model_rebuild(force=force)
+            _BUILT.update(kinds)
+        return super().model_json_schema(*arguments, **options)
+
+
+_BUILT: set[type[Config]] = set()
+"""Tables whose validators are as a schema needs them."""
+
+
+def _subclasses(kind: type[Config]) -> Iterator[type[Config]]:
+    for one in kind.__subclasses__():
+        yield one
+        yield from _subclasses(one)
 
 
 class RenamedConfig(Config):

@@ -1,5 +1,6 @@
 """Recognize secrets, and remove them from everything that is written or shown."""
 
+import base64
 import logging
 import re
 import traceback
@@ -37,7 +38,10 @@ _SECRET_PARAMETERS = frozenset({"key", "sig", "signature", "auth"})
 # Neither pattern may look ahead without a bound, or begin inside a word: a model may write a million letters.
 _SECRET_VALUE = re.compile(
     r"\b(hf_[A-Za-z0-9]{16,}|sk-(?=[A-Za-z_-]{0,99}\d)[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}"
-    r"|AKIA[A-Z0-9]{16}|xox[abpr]-[A-Za-z0-9-]{10,}|Bearer\s+[A-Za-z0-9._~+/=-]{16,})"
+    r"|AKIA[A-Z0-9]{16}|xox[abpr]-[A-Za-z0-9-]{10,}|Bearer\s+[A-Za-z0-9._~+/=-]{16,}|glpat-[A-Za-z0-9_-]{16,}"
+    r"|AIza[A-Za-z0-9_-]{30,}|npm_[A-Za-z0-9]{30,}|nvapi-[A-Za-z0-9_-]{20,}"
+    r"|eyJ[A-Za-z0-9_-]{5,500}\.eyJ[A-Za-z0-9_-]{5,4000}\.[A-Za-z0-9_-]{10,}"  # JWT
+    r"|[Bb]asic\s+(?=[A-Za-z+/]{0,99}(?:\d|[a-z][A-Z]))(?:[A-Za-z0-9+/]{11,}={0,2}|[A-Za-z0-9+/]{6,}==?))"  # base64, and no word
 )
 _USER = re.compile(r"(\b\w+://)([^\s/@:?#]*:[^\s/@]+)@")
 _TOKEN_OF_A_TEXT = re.compile(r"\s|^<.*>$|^\[.*\]$|^$")
@@ -150,7 +154,9 @@ def know(value: str) -> None:
     if not _Known.values:
         _hide_in_logs()
     # As it stands in a text, in an address, and in the text of a Python or JSON value.
-    _Known.values |= {value, quote(value, safe=""), repr(value)[1:-1]}
+    escaped = quote(value, safe="")
+    lower = re.sub("%[0-9A-F]{2}", lambda found: found[0].lower(), escaped)
+    _Known.values |= {value, escaped, lower, repr(value)[1:-1], base64.b64encode(value.encode()).decode()}
     longest_first = sorted(_Known.values, key=len, reverse=True)
     _Known.pattern = re.compile("|".join(map(re.escape, longest_first)))
 

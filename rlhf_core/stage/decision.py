@@ -10,8 +10,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator
 
+from rlhf_core.config.agent_modules import AGENT_MODULES
+from rlhf_core.config.agents import AgentsBySource
 from rlhf_core.config.former_names import present_name
 from rlhf_core.secrets.redaction import hidden
+from rlhf_core.stage.corrections import CORRECTIONS
 from rlhf_core.stage.key import StageSpec, Strictness, key_payload, payload_key, user_functions
 from rlhf_core.store import attempts
 from rlhf_core.store.artifacts import ArtifactStore
@@ -100,7 +103,7 @@ def target_of(store: ArtifactStore, spec: StageSpec, *, strict: Strictness) -> T
     """
     functions = user_functions(spec)
     payload = key_payload(spec, functions=functions)
-    code = module_digests(spec.module)
+    code = stage_code(spec)
     target = _fitting(store, spec, Target(payload_key(payload), payload, code, functions))
     adds_code = strict.code and spec.code != "strict"
     if not adds_code and not strict.env:
@@ -113,6 +116,19 @@ def target_of(store: ArtifactStore, spec: StageSpec, *, strict: Strictness) -> T
     if strict.env:
         payload |= {"environment": versions()}
     return _fitting(store, spec, Target(payload_key(payload), payload, code, functions))
+
+
+def stage_code(spec: StageSpec) -> dict[str, str]:
+    """Digests of the modules of ours that a stage runs: those that its module imports, and those of its agents.
+
+    Raises ConfigError for an agent whose topic of `rlhf_contrib` is not installed.
+    """
+    agents = spec.config.by_key.values() if isinstance(spec.config, AgentsBySource) else ()
+    found = module_digests(spec.module)
+    for agent in agents:
+        if agent.type in AGENT_MODULES:
+            found |= module_digests(AGENT_MODULES[agent.type])
+    return dict(sorted(found.items()))
 
 
 def _fitting(store: ArtifactStore, spec: StageSpec, target: Target) -> Target:
@@ -143,7 +159,7 @@ def unfit(spec: StageSpec, record: KeyRecord | None) -> str:
 
 def hit(target: Target, record: KeyRecord) -> Decision:
     """Return the HIT on a record; its reason names failed answers and changed code or versions."""
-    reason = f"made {record.started[:16].replace('T', ' ')} UTC in {record.seconds:.1f} s"
+    reason = f"made {record.made} in {record.seconds:.1f} s"
     for path, failed in record.failures.items():
         reason += f"; {failed.share()} ({path})"
     changed = changed_modules(record.code, target.code)
@@ -272,6 +288,9 @@ def differences(
     for name in ("stage", "version", "seed", "schema"):
         if old.get(name) != new[name]:
             yield f"{name}: {_shown(old.get(name))} -> {_shown(new[name])}"
+    for name in new.get("corrections", ()):
+        if name in CORRECTIONS and name not in old.get("corrections", ()):
+            yield f"corrected since, {CORRECTIONS[name].about}"
     for path, before, after in _changes(label, old["config"], new["config"]):
         # Payloads saved by earlier versions may contain secrets in clear.
         yield f"{present_name(path)}: {_shown(hidden(path, before))} -> {_shown(hidden(path, after))}"

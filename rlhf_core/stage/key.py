@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from rlhf_core.errors import ConfigError
 from rlhf_core.schema.base import Config, as_written, keyed
+from rlhf_core.stage.corrections import corrections
 from rlhf_core.store.fingerprint import canonical_json, code_digest, sha256_text
 from rlhf_core.types import ArtifactRef
 from rlhf_core.user_code.dependencies import user_code_digest
@@ -88,7 +89,8 @@ def key_payload(
 ) -> dict[str, Any]:
     """Return the table whose canonical JSON is hashed to the key; `functions` gives their digests if already known.
 
-    It contains the digest of the stage's code if the stage's `code` is "strict" or `strict_code` is set.
+    It contains the digest of the stage's code if the stage's `code` is "strict" or `strict_code` is set, and the corrected
+    faults that earlier results of this configuration may have.
     """
     config, unnamed = _with_code(keyed(spec.config), user_functions(spec) if functions is None else functions)
     payload: dict[str, Any] = {
@@ -101,6 +103,8 @@ def key_payload(
         "engines": _as_written(spec.engines),
         "callables": unnamed,
     }
+    if corrected := corrections(spec.name, keyed(spec.config)):
+        payload["corrections"] = corrected
     if strict_code or spec.code == "strict":
         payload["code"] = code_digest(spec.module)
     return payload

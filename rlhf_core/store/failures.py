@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict
 
 from rlhf_core.schema.base import FailureSetting
 from rlhf_core.store.fingerprint import canonical_json
-from rlhf_core.types import Generation, Rollout
+from rlhf_core.types import Generation
 
 FAILURES = "failures.jsonl"
 
@@ -44,7 +44,7 @@ def failure_settings(config: Any) -> dict[str, dict[str, Any]]:
     return {path: fields for path, fields in _marked(config, "") if fields}
 
 
-def failed_episodes(generations: Sequence[Generation | Rollout], agents: Mapping[str, str]) -> Counts:
+def failed_episodes(generations: Sequence[Generation], agents: Mapping[str, str]) -> Counts:
     """Return how many of how many episodes failed, by the keys of the agents; `agents` has them by source (`AgentsBySource.agent_keys`)."""
     found: dict[str, tuple[int, int]] = {}
     for one in generations:

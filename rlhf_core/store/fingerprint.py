@@ -7,7 +7,7 @@ import json
 import math
 import os
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from typing import Any
 
 from rlhf_core.errors import ArtifactError, ConfigError
 
-OUR_PACKAGES = ("stages", "rlhf_core")
+OUR_PACKAGES = ("stages", "rlhf_core", "rlhf_contrib")
 PLUMBING = ("rlhf_core.errors", "rlhf_core.schema.secrets", "rlhf_core.secrets", "rlhf_core.stage", "rlhf_core.store")
 """Modules and packages that store artifacts but never compute their content: a change there changes no key."""
 
@@ -169,8 +169,9 @@ def code_digest(module_name: str, packages: tuple[str, ...] = OUR_PACKAGES) -> s
 def module_digests(module_name: str, packages: tuple[str, ...] = OUR_PACKAGES) -> dict[str, str]:
     """Return the digest of the syntax tree of `module_name` and of every module of `packages` it reaches, by name.
 
-    Imports inside functions count, and a package that uses its own `__path__` imports all of its modules. Comments,
-    docstrings and the modules of `PLUMBING` do not count. The modules are parsed, not imported.
+    Imports inside functions count, those for type checkers alone do not, and a package that uses its own `__path__`
+    imports all of its modules. Comments, docstrings and the modules of `PLUMBING` do not count. The modules are parsed,
+    not imported.
     """
     found: dict[str, str] = {}
     modules = _Modules()
@@ -182,9 +183,11 @@ def module_digests(module_name: str, packages: tuple[str, ...] = OUR_PACKAGES) -
         path = modules.file(name)
         if path is None:
             if name == module_name:
-                raise ConfigError("module", name, "has no source file", "name a Python module on the path")
+                raise ConfigError(
+                    "module", name, "is not installed", "install the whole wheel, or name a module on the path"
+                )
             continue
-        digest, imports = _parsed(path, name)
+        digest, imports = analysis_of(Path(path), name, Path(path).read_bytes(), _digest_and_run_imports)
         found[name] = digest
         for target in imports:
             if target.split(".")[0] in packages:
@@ -226,28 +229,44 @@ class _Modules:
         return self._specs.setdefault(name, None)
 
 
-PARSED: dict[str, list[Any]] = {}
-"""Name and path of a module -> status of its file when it was parsed, digest of its code, and its imports.
+ANALYSES: dict[str, list[Any]] = {}
+"""Digest of a module's name and content -> the analysis of its code, in the order of last use.
 
-`rlhf_core.store.index` keeps it between processes, because parsing our modules is the slowest part of a plan.
+`rlhf_core.store.index` keeps it between processes, because to parse code is the slowest part of a plan.
 """
 
 
-def _parsed(path: str, name: str) -> tuple[str, list[str]]:
-    """Return digest and imported names of one module; it is parsed only if its file has changed."""
-    status = Path(path).stat()
-    identity = [status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
-    known = PARSED.get(f"{name} {path}")
-    if known is None or known[0] != identity:
-        tree = parse_source(Path(path).read_bytes(), path)
-        package = name if Path(path).name == "__init__.py" else name.rpartition(".")[0]
-        nodes = list(ast.walk(tree))
-        imports = imported_names(nodes, package)
-        if any(isinstance(node, ast.Name) and node.id == "__path__" for node in nodes):
-            imports.add(package + ALL_MODULES)
-        known = [identity, sha256_text(_syntax(tree)), sorted(imports)]
-        PARSED[f"{name} {path}"] = known
-    return known[1], known[2]
+def analysis_of(path: Path, name: str, content: bytes, analyse: Callable[[Path, str, bytes], list[Any]]) -> list[Any]:
+    """Analysis of a module as JSON values: `analyse(path, name, content)`, unless this content was analysed before.
+
+    The path must count only by whether the module is a package.
+    """
+    given = f"{analyse.__qualname__} {name} {path.name == '__init__.py'}\n".encode()
+    key = hashlib.sha256(given + content).hexdigest()
+    found = ANALYSES.pop(key, None) or analyse(path, name, content)
+    ANALYSES[key] = found
+    return found
+
+
+def _digest_and_run_imports(path: Path, name: str, content: bytes) -> list[Any]:
+    tree = parse_source(content, str(path))
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    nodes = list(ast.walk(tree))
+    imports = imported_names(_nodes_that_run(tree), package)
+    if any(isinstance(node, ast.Name) and node.id == "__path__" for node in nodes):
+        imports.add(package + ALL_MODULES)
+    return [sha256_text(_syntax(tree)), sorted(imports)]
+
+
+def _nodes_that_run(tree: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a tree but for those below `if TYPE_CHECKING`, whose imports only a type checker reads."""
+    yield tree
+    for child in ast.iter_child_nodes(tree):
+        if isinstance(child, ast.If) and isinstance(child.test, ast.Name) and child.test.id == "TYPE_CHECKING":
+            for other in child.orelse:
+                yield from _nodes_that_run(other)
+        else:
+            yield from _nodes_that_run(child)
 
 
 def parse_source(source: bytes, path: str) -> ast.Module:

@@ -5,6 +5,8 @@ so an entry with the same file is valid; all others are read again. If the index
 another version, everything is read again silently. They are written atomically; of two processes that write at the
 same time the last wins, and its entries are as good.
 
+`remembered_code` keeps the analyses of source files in the same way, by their content and in the user's cache folder.
+
 This module imports nothing slow, because `rlhf runs` and `rlhf store ls` depend on it.
 """
 
@@ -12,7 +14,6 @@ import json
 import logging
 import os
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -20,16 +21,24 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.store import fingerprint
-from rlhf_core.store.fingerprint import sha256_text
-from rlhf_core.store.layout import MANIFEST, StoreLayout, folder_bytes, object_of, read_json, write_text
+from rlhf_core.errors import ConfigError
+from rlhf_core.store.fingerprint import ANALYSES, sha256_text
+from rlhf_core.store.layout import (
+    MANIFEST,
+    StoreLayout,
+    cache_folder,
+    folder_bytes,
+    object_of,
+    read_json,
+    write_text,
+)
 
 logger = logging.getLogger(__name__)
 
 VERSION = 1  # of the format: an index of another version is built anew
 RECORDS, OBJECTS, CODE = "records.json", "objects.json", "code.json"
-SETTLED_NS = 2_000_000_000
-"""A source file written more recently is not cached: it may change again within the resolution of its timestamp."""
+MOST_CODE = 2000
+"""Number of modules whose analysis is kept, the latest used: a few times the modules of this program."""
 
 Status = list[int]
 """Inode, size in bytes, and modification time in nanoseconds."""
@@ -63,7 +72,7 @@ class Unreadable:
 
 def rows(layout: StoreLayout) -> tuple[list[Row], list[Unreadable]]:
     """Return the rows of all key records, oldest first, and the record files that this version cannot read."""
-    known = _load(layout, RECORDS)
+    known = _load(layout.index / RECORDS)
     entries: dict[str, list[Any]] = {}
     unreadable: list[Unreadable] = []
     for key, path, status in _record_files(layout):
@@ -74,8 +83,8 @@ def rows(layout: StoreLayout) -> tuple[list[Row], list[Unreadable]]:
                 continue
             entry = [status, fields]
         entries[key] = entry
-    if entries != known:
-        _save(layout, RECORDS, entries)
+    if entries != known and layout.root.is_dir():  # reading a store does not create one
+        _save(layout.index / RECORDS, entries)
     found = [Row(key, *entry[1]) for key, entry in entries.items()]
     unreadable.sort(key=lambda one: one.path)
     return sorted(found, key=lambda row: (row.started, row.key)), unreadable
@@ -91,7 +100,7 @@ class State:
 
 def states(layout: StoreLayout, digests: set[str]) -> dict[str, State]:
     """Return size and damage of the objects; manifests come from the index, their files are checked on disk."""
-    known = _load(layout, OBJECTS)
+    known = _load(layout.index / OBJECTS)
     entries: dict[str, list[Any]] = {}
     found = {}
     for digest, folder in layout.object_folders(digests):
@@ -99,21 +108,28 @@ def states(layout: StoreLayout, digests: set[str]) -> dict[str, State]:
         if entry is not None:
             entries[digest] = entry
         found[digest] = _state(folder, entry) if entry or not layout.holds(digest) else State(None, "")
-    if entries != known:
-        _save(layout, OBJECTS, entries)
+    if entries != known and layout.root.is_dir():
+        _save(layout.index / OBJECTS, entries)
     return found
 
 
 @contextmanager
-def remembered_code(layout: StoreLayout) -> Iterator[None]:
-    """Reuse the modules that earlier processes parsed, and save those that this process parses."""
-    known = _load(layout, CODE)
-    fingerprint.PARSED.update({name: entry for name, entry in known.items() if name not in fingerprint.PARSED})
+def remembered_code() -> Iterator[None]:
+    """Reuse the analyses of code by earlier processes of this user, and save those of this process.
+
+    Unlike the other indexes, this one belongs to no store: most plans are made before there is one.
+    """
+    try:
+        file = cache_folder() / CODE
+    except (ConfigError, OSError, RuntimeError):  # this user may not look there, or has no home
+        yield
+        return
+    known = _load(file)
+    ANALYSES.update({key: entry for key, entry in known.items() if key not in ANALYSES})
     yield
-    now = time.time_ns()
-    entries = {name: entry for name, entry in fingerprint.PARSED.items() if now - max(entry[0][3:]) > SETTLED_NS}
-    if entries != known:
-        _save(layout, CODE, entries)
+    entries = dict(list(ANALYSES.items())[-MOST_CODE:])
+    if not entries.keys() <= known.keys():
+        _save(file, entries)
 
 
 # ---------------------------------------------------------------- records
@@ -188,24 +204,22 @@ def _as_listed(folder: str, files: Mapping[str, int], *, checked: int) -> bool:
 # ---------------------------------------------------------------- the files of the index
 
 
-def _load(layout: StoreLayout, name: str) -> dict[str, list[Any]]:
-    """Return the entries of an index file; {} if it is missing, damaged or of another version."""
+def _load(file: Path) -> dict[str, list[Any]]:
+    """Entries of an index file; {} if it is missing, damaged or of another version."""
     with suppress(OSError, ValueError):
-        heading, _, content = (layout.index / name).read_text(encoding="utf-8").partition("\n")
+        heading, _, content = file.read_text(encoding="utf-8").partition("\n")
         if heading == _heading(content):
             entries: dict[str, list[Any]] = json.loads(content)
             return entries
     return {}
 
 
-def _save(layout: StoreLayout, name: str, entries: Mapping[str, list[Any]]) -> None:
-    if not layout.root.is_dir():  # reading a store does not create one
-        return
+def _save(file: Path, entries: Mapping[str, list[Any]]) -> None:
     content = json.dumps(entries)
     try:
-        write_text(layout.index / name, f"{_heading(content)}\n{content}", durable=False)
-    except OSError as error:  # the disk is full, or this user may not write to the store
-        logger.debug("store: could not write the index: %s", error)
+        write_text(file, f"{_heading(content)}\n{content}", durable=False)
+    except OSError as error:  # the disk is full, or this user may not write there
+        logger.debug("could not write the index %s: %s", file, error)
 
 
 def _heading(content: str) -> str:
@@ -216,7 +230,8 @@ def _heading(content: str) -> str:
 @lru_cache(maxsize=1)
 def _maker() -> str:
     """Return a digest of the code that derives the entries and of the version of Python."""
-    sources = (Path(__file__), Path(fingerprint.__file__))
+    package = Path(__file__).parents[1]
+    sources = (package / "store/index.py", package / "store/fingerprint.py", package / "user_code/sources.py")
     return sha256_text(sys.version + "".join(path.read_text(encoding="utf-8") for path in sources))[:16]
 
 

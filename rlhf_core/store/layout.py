@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlhf_core.errors import ArtifactError
+from rlhf_core.errors import ArtifactError, ConfigError, DiskFullError
 from rlhf_core.processes.identity import here, is_running
 from rlhf_core.store.fingerprint import list_files, sha256_text
 from rlhf_core.store.sharing import is_shared
@@ -25,7 +25,6 @@ MARKER = "store.json"
 MANIFEST = "manifest.json"
 CHECKPOINTS = "ckpt"
 """Name of the checkpoint folder inside a work folder."""
-_TEMPORARY = re.compile(r"-(\d+)-[0-9a-f]{6}$")
 _FULL = (errno.ENOSPC, errno.EDQUOT)  # the quota of a user is a full disk, too
 FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 _HARDLY_ANY_BYTES = 1 << 20  # less free space than this means that the disk was full when the write failed
@@ -262,6 +261,17 @@ def as_text(value: Mapping[str, Any]) -> str:
     return json.dumps(value, indent=1, sort_keys=True)
 
 
+def cache_folder() -> Path:
+    """The folder of this user's caches on this machine. Raises ConfigError if `RLHF_CACHE` cannot be one."""
+    given = os.environ.get("RLHF_CACHE", "~/.cache/rlhf")
+    folder = Path(given).expanduser().absolute()
+    file = next((path for path in (folder, *folder.parents) if path.is_file()), None)
+    if file or not given:
+        rule = f"{file} is a file" if given else "is empty"
+        raise ConfigError("RLHF_CACHE", given, rule, "name a folder, or unset it for ~/.cache/rlhf")
+    return folder
+
+
 def write_text(path: Path, text: str, *, durable: bool) -> None:
     """Replace the file atomically by `text`; `durable` waits until it is on disk."""
     if durable:
@@ -290,13 +300,19 @@ def temporary_for(path: Path) -> Path:
 
 def sweep_temporaries(root: Path) -> list[Path]:
     """Remove the temporary files below `root` of this machine's processes that were killed while they had them."""
-    swept = []
-    for path in root.rglob(f".*.{_place()}-*"):
-        found = _TEMPORARY.search(path.name)
+    left, swept = re.compile(rf"\..*\.{_place()}-(\d+)-[0-9a-f]{{6}}"), []
+    for path in walk(root):
+        found = left.fullmatch(path.name)
         if found is not None and not is_running(int(found[1])):
             remove_tree(path)
             swept.append(path)
     return swept
+
+
+def walk(root: Path) -> Iterator[Path]:
+    """Yield the files and folders below `root`. Unlike `rglob`, pass over a folder that others remove meanwhile."""
+    for parent, folders, names in os.walk(root):
+        yield from (Path(parent, name) for name in (*folders, *names))
 
 
 def _place() -> str:
@@ -481,10 +497,10 @@ def _is_below(name: object, root: Path) -> bool:
     return isinstance(name, (str, os.PathLike)) and Path(name).absolute().is_relative_to(root)
 
 
-def disk_full(root: Path) -> ArtifactError:
-    """Return the error for a full disk."""
+def disk_full(root: Path) -> DiskFullError:
+    """The error for a full disk."""
     remedy = "free space, or move it: set `store` in the profile, or RLHF_HOME; nothing was lost, run the same command again to resume"
-    return ArtifactError("store", str(root), "the disk is full", remedy)
+    return DiskFullError("store", str(root), "the disk is full", remedy)
 
 
 def disk_is_full(error: BaseException, root: Path) -> bool:

@@ -30,6 +30,7 @@ from rlhf_core.store.layout import (
     object_of,
     remove_record,
     remove_tree,
+    walk,
     write_json,
 )
 from rlhf_core.store.leases import living_owner, records_of
@@ -399,7 +400,7 @@ def _dead_attempts(
             continue
         record = finished.get(folder.name)
         label = "" if record is None else record.label
-        newest = max([_modified(path) for path in folder.rglob("*")], default=_modified(folder))
+        newest = max(map(_modified, (folder, *walk(folder))))
         if newest < horizon and (label or folder.name not in named):
             reason = f"not gone on with for {_days(folder)}"
             items.append(GcItem("attempt", folder, folder_bytes(folder), label, reason))

@@ -97,6 +97,11 @@ class KeyRecord(Provenance):
     def _store_handle(self, handle: ArtifactRef) -> dict[str, Any]:
         return stored_handle(handle)
 
+    @property
+    def made(self) -> str:
+        """The start of the last attempt, for readers."""
+        return f"{self.started[:16].replace('T', ' ')} UTC"
+
     def to_json(self) -> dict[str, Any]:
         """Return the content of the record's file."""
         return self.model_dump(mode="python")

@@ -29,7 +29,7 @@ from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.data.chat import Renderer, as_parts
 from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.evaluation.intervals import LEVEL, t_quantile
-from rlhf_core.interfaces import Sampler, Trainer
+from rlhf_core.interfaces import Sampler, Trainer, logprob_rows
 from rlhf_core.suites.results import Measured, Row, shares_among
 from rlhf_core.types import SamplingRequest, TokenSample, derive_seed, ids, mask
 
@@ -361,7 +361,7 @@ class EngineLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
 def _scored(engines: Engines, samples: Sequence[TokenSample]) -> list[tuple[float, bool]]:
     """Return, per sample, the log-likelihood of its masked tokens and whether each of them is the likeliest."""
     with engines.trainer() as trainer:
-        logprobs = trainer.logprobs(samples, temperature=1.0)
+        logprobs = logprob_rows(trainer, samples)
         likeliest = trainer.top_logprobs(samples, k=1, temperature=1.0)
     found = []
     for sample, values, top in zip(samples, logprobs, likeliest, strict=True):

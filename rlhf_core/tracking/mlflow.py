@@ -22,7 +22,7 @@ import shutil
 import tempfile
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -35,7 +35,8 @@ from rlhf_core.tracking import redaction
 from rlhf_core.tracking.champions import registry_state
 from rlhf_core.tracking.further import FurtherTrackers
 from rlhf_core.tracking.mlflow_client import TrackingError, answering, database_file, open_client, run_url
-from rlhf_core.tracking.mlflow_delivery import Delivery, Outbox
+from rlhf_core.tracking.mlflow_delivery import Delivery
+from rlhf_core.tracking.outbox import Outbox
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ class MlflowTracker:
     MLflow behind `uri` if it has several addresses: a run through the database then delivers the records that a run
     through the server left. `join` is the token of a run that another process opened and will end. `store` is the
     folder of the artifact store, from which MLflow loads registered policies. `further` trackers get the metrics, too.
+    `locate` returns the present address of that MLflow, if it may change during the run.
     """
 
     def __init__(
@@ -69,10 +71,12 @@ class MlflowTracker:
         join: str = "",
         store: Path | None = None,
         further: FurtherTrackers | None = None,
+        locate: Callable[[], str] | None = None,
     ) -> None:
         self._uri = uri
         self._token = join or uuid.uuid4().hex
-        self._delivery = Delivery(uri, experiment=experiment, artifact_root=artifact_root, store=store)
+        self._delivery = Delivery(uri, experiment=experiment, artifact_root=artifact_root, store=store, locate=locate)
+        self._locate = locate or (lambda: uri)
         self._further = further or FurtherTrackers()
         folder = spool or _spool_folder(uri, artifact_root)
         self._outbox = Outbox(folder / _short(f"{place or uri} {experiment}"), self._delivery)
@@ -101,7 +105,7 @@ class MlflowTracker:
         self._further.stage(name, self._token, redaction.flatten(params))
         self._append(
             "open_run", self._token, run_id=run_id or "", name=name, params=redaction.flatten(params),
-            tags=redaction.tags({**tags, **owner.tags()}), attempt=uuid.uuid4().hex,
+            tags=redaction.tags({**tags, **owner.in_one_tag()}), attempt=uuid.uuid4().hex,
         )  # fmt: skip
         if self._outbox.flush(OPEN_SECONDS, retry=True):
             self._reconcile()
@@ -123,7 +127,7 @@ class MlflowTracker:
         self._further.stage(label, key, redaction.flatten(params))
         self._append(
             "open_stage", key, parent=self._token, label=label, params=redaction.flatten(params),
-            tags=redaction.tags({**tags, **owner.tags()}), attempt=uuid.uuid4().hex, fresh=fresh,
+            tags=redaction.tags({**tags, **owner.in_one_tag()}), attempt=uuid.uuid4().hex, fresh=fresh,
         )  # fmt: skip
         self._outbox.flush(OPEN_SECONDS, retry=False)
         return MlflowStageTracker(self, key)
@@ -186,7 +190,7 @@ class MlflowStageTracker(StageTracker):
 
     @property
     def uri(self) -> str:
-        return self._tracker._uri
+        return self._tracker._locate()
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         finite = {name: float(value) for name, value in values.items() if math.isfinite(value)}

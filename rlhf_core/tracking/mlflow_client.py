@@ -1,5 +1,6 @@
 """Open MLflow: the client, a new database, the address of a run."""
 
+import json
 import logging
 import math
 import os
@@ -28,6 +29,8 @@ _SETTINGS = {  # short: a server that is down must be noticed in seconds, and we
 }
 
 
+TRACKING_URI = "MLFLOW_TRACKING_URI"
+_OPENING = threading.Lock()
 _SQLITE = "sqlite:///"
 
 
@@ -41,6 +44,7 @@ def import_mlflow() -> Any:
         os.environ.setdefault(name, value)
     import mlflow  # reads the settings when it is imported
 
+    logging.getLogger("mlflow.tracing.export.async_export_queue").setLevel(logging.WARNING)  # announces its end
     return mlflow
 
 
@@ -49,8 +53,14 @@ def open_client(uri: str) -> Any:
     mlflow = import_mlflow()
     # We report a locked or full database ourselves, in one line, and retry.
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
-    # The registry of a direct SQLite store looks up the model through the process's own tracking URI.
-    mlflow.set_tracking_uri(uri)
+    # The registry of a direct SQLite store looks up the model through the process's own tracking URI. MLflow also sets
+    # the variable by which users name their own server, and ours may have another address later.
+    with _OPENING:
+        theirs = os.environ[TRACKING_URI] if TRACKING_URI in os.environ else None
+        mlflow.set_tracking_uri(uri)
+        os.environ.pop(TRACKING_URI, None)
+        if theirs is not None:
+            os.environ[TRACKING_URI] = theirs
     if (database := database_file(uri)) is not None:
         create_database(database)
     return mlflow.MlflowClient(tracking_uri=uri)
@@ -178,11 +188,23 @@ def tags() -> dict[str, str]:
     return {f"owner.{name}": str(getattr(process, name)) for name in _FIELDS} | {USER_TAG: user_name()}
 
 
+OWNER_TAG = "rlhf.owner"
+"""Tag of a run with those of its process in JSON, so that the page of the run does not begin with them."""
+
+
+def in_one_tag() -> dict[str, str]:
+    """The tags of a run that this process drives, as MLflow keeps them."""
+    process = {name: value for name, value in tags().items() if name != USER_TAG}
+    return {OWNER_TAG: json.dumps(process), USER_TAG: user_name()}
+
+
 def from_tags(values: Mapping[str, str]) -> Owner | None:
-    """Return the owner that `tags` described; None if the run is not one of ours.
+    """The owner that `tags` described, in one tag or several; None if the run is not one of ours.
 
     It never expires: the tags have no heartbeat, so whether a process of another machine is alive cannot be decided.
     """
+    if OWNER_TAG in values:
+        values = json.loads(values[OWNER_TAG])
     if any(f"owner.{name}" not in values for name in _FIELDS):
         return None
     host, boot_id, pid_namespace, pid, pid_started = (values[f"owner.{name}"] for name in _FIELDS)

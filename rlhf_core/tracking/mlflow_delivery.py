@@ -2,235 +2,26 @@
 
 Only `MlflowClient` with explicit run ids is used: the fluent API keeps a run stack per thread. Every operation may be
 repeated and then changes nothing.
-
-Queue records for a tracking server: they are written to a spool file first and delivered by a background thread.
-
-A server that is slow, down or gone costs the caller one line in a file. Records that are undelivered when the process
-ends, killed or not, are delivered by the next process that opens the same folder. A record may be delivered twice
-(after a kill between its delivery and its removal from the spool), so delivery must be idempotent.
 """
 
-import fcntl
 import json
 import logging
 import re
 import shutil
-import threading
-import time
-import uuid
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, TypeAlias
+from typing import Any
 
 from rlhf_core.errors import distrust
 from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.tracking import redaction
 from rlhf_core.tracking.mlflow_client import experiment_id, get_run, import_mlflow, open_client, run_path
+from rlhf_core.tracking.outbox import Record, Refused, Unreachable
 from rlhf_core.tracking.policy_reference import folder_of, save_model_file
-
-# ---------------------------------------------------------------- outbox
+from rlhf_core.types import chunks
 
 logger = logging.getLogger(__name__)
-
-Record: TypeAlias = dict[str, Any]
-
-FLUSH_SECONDS = 2.0  # charts follow within seconds, at one request for many points
-FLUSH_POINTS = 500  # half of METRICS_PER_REQUEST
-FIRST_RETRY_SECONDS = 2.0  # a restart of the server takes a few seconds
-LONGEST_RETRY_SECONDS = 60.0  # so that records arrive within a minute of its return
-
-
-class Unreachable(Exception):
-    """The server could not be reached; the same records are retried later."""
-
-
-class Refused(Unreachable):
-    """The server cannot be used with these settings (credentials, a driver that is missing) until they are changed."""
-
-
-class Outbox:
-    """An ordered queue of records, backed by a file.
-
-    `deliver(records)` gets the oldest records, delivers some of them and returns how many are finished (delivered or
-    given up, at least one). It raises `Unreachable` if it cannot continue now. It runs in the outbox's own thread.
-    """
-
-    def __init__(self, folder: Path, deliver: Callable[[Sequence[Record]], int]) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.folder = folder
-        self._deliver = deliver
-        self._path = folder / f"{uuid.uuid4().hex}.jsonl"
-        self._file = self._path.open("a", encoding="utf-8")
-        fcntl.flock(self._file, fcntl.LOCK_EX)
-        self._queue: deque[Record] = deque()
-        self._points = 0
-        self._appended = 0
-        self._done = 0
-        self._tries = 0
-        self._offline = False
-        self._refused: Refused | None = None
-        self._hurry = False
-        self._closing = False
-        self._condition = threading.Condition()
-        self._adopt()
-        self._thread = threading.Thread(target=self._work, name="tracking-outbox", daemon=True)
-        self._thread.start()
-
-    @property
-    def offline(self) -> bool:
-        """Return whether the last delivery found no server."""
-        return self._offline
-
-    @property
-    def refused(self) -> Refused | None:
-        """Return why the last delivery was refused, until the server accepts one."""
-        return self._refused
-
-    def append(self, record: Record) -> None:
-        """Queue `record` (JSON-able); returns at once."""
-        line = json.dumps(record, default=str) + "\n"
-        with self._condition:
-            if self._closing:
-                logger.warning("tracking: a record of %s arrived after the end of the run and is dropped", record["op"])
-                return
-            try:
-                self._file.write(line)
-                self._file.flush()
-            except OSError as error:  # a full disk costs the spool its durability, but must not stop the training
-                logger.warning("tracking: %s: %s; the record is kept in memory only", self._path, error)
-            self._queue.append(record)
-            self._appended += 1
-            self._points += _points(record)
-            if self._points >= FLUSH_POINTS:
-                self._condition.notify_all()
-
-    def flush(self, timeout_s: float, *, retry: bool) -> bool:
-        """Wait until everything queued so far is delivered; return False if the server is away or time is up.
-
-        A server that is known to be down is contacted again only with `retry`.
-        """
-        with self._condition:
-            if self._closing or (self._offline and not retry):
-                return self._done >= self._appended
-            target, tries = self._appended, self._tries
-            self._hurry = True
-            self._condition.notify_all()
-            self._condition.wait_for(
-                lambda: self._done >= target or (self._offline and self._tries > tries), timeout=timeout_s
-            )
-            return self._done >= target
-
-    def close(self, timeout_s: float) -> bool:
-        """Deliver as many records as possible, stop, and leave the rest in the spool for the next process."""
-        self.flush(timeout_s, retry=True)
-        with self._condition:
-            self._closing = True
-            self._condition.notify_all()
-        self._thread.join(timeout=timeout_s)
-        with self._condition:
-            left = len(self._queue)  # what was under way when the time was up may have arrived since
-            if not left:
-                self._path.unlink(missing_ok=True)
-            self._file.close()
-        if left:
-            logger.warning("tracking: %d records are kept in %s, and the next run sends them", left, self._path)
-        return not left
-
-    def _adopt(self) -> None:
-        """Take over the records of processes that are gone: those whose spool file is not locked."""
-        for path in sorted(self.folder.glob("*.jsonl"), key=_modified):
-            if path == self._path:
-                continue
-            try:
-                with path.open("r+", encoding="utf-8") as file:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    for record in _read(file):
-                        self.append(record)
-                    path.unlink()
-            except (BlockingIOError, FileNotFoundError):
-                continue
-
-    def _work(self) -> None:
-        retry_s = FIRST_RETRY_SECONDS
-        while self._wait(retry_s if self._offline else FLUSH_SECONDS):
-            try:
-                self._drain()
-            except Unreachable as error:
-                retry_s = min(2 * retry_s, LONGEST_RETRY_SECONDS) if self._offline else FIRST_RETRY_SECONDS
-                self._went_offline(error)
-            except Exception:  # a bug in the delivery must not end the thread, and with it the records
-                logger.exception("tracking: delivery failed")
-                self._went_offline(None)
-
-    def _wait(self, seconds: float) -> bool:
-        """Sleep until there is a reason to deliver; return False when it is time to stop."""
-        deadline = time.monotonic() + seconds
-        with self._condition:
-            while not self._closing and not self._hurry:
-                left = deadline - time.monotonic()
-                if left <= 0 or (self._points >= FLUSH_POINTS and not self._offline):
-                    break
-                self._condition.wait(left)
-            self._hurry = False
-            return not self._closing
-
-    def _drain(self) -> None:
-        while True:
-            with self._condition:
-                records = [self._queue[index] for index in range(min(len(self._queue), FLUSH_POINTS))]
-                if not records:
-                    self._tries += 1
-                    self._condition.notify_all()
-                    return
-            done = self._deliver(records)
-            with self._condition:
-                for _ in range(done):
-                    self._points -= _points(self._queue.popleft())
-                self._done += done
-                if self._offline:
-                    logger.info("tracking: the server answers again")
-                    self._offline, self._refused = False, None
-                if not self._queue:
-                    self._file.truncate(0)
-                self._condition.notify_all()
-            if self._closing:
-                return
-
-    def _went_offline(self, error: Unreachable | None) -> None:
-        with self._condition:
-            if not self._offline and error is not None:
-                logger.warning("tracking: %s; records are kept in %s and sent later", error, self._path)
-            self._offline = True
-            self._refused = error if isinstance(error, Refused) else None
-            self._tries += 1
-            self._condition.notify_all()
-
-
-def _modified(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except FileNotFoundError:  # another process has just adopted it
-        return 0.0
-
-
-def _points(record: Record) -> int:
-    return len(record["values"]) if record["op"] == "metrics" else 1
-
-
-def _read(file: IO[str]) -> list[Record]:
-    """Return the complete records of a spool file; a line that a kill or a full disk cut short is left out."""
-    records = []
-    for line in file:
-        try:
-            records.append(json.loads(line))
-        except ValueError:
-            logger.warning("tracking: %s: skipping an incomplete record", file.name)
-    return records
-
-
-# ---------------------------------------------------------------- mlflow delivery
 
 RUN_TAG = "rlhf.run"
 KEY_TAG = "store.key"
@@ -239,6 +30,8 @@ STORE_URI_TAG = "store.uri"
 ATTEMPT_TAG = "attempt"
 NOTE_TAG = "mlflow.note.content"
 PARENT_TAG = "mlflow.parentRunId"
+STAGES_TAG, STAGE_TAG = "rlhf.stages", "stage."
+"""Tag of a pipeline's run with the runs of its stages by label, in JSON; beginning of a tag with one of them."""
 KIND = {"mlflow.experimentKind": "custom_model_development"}
 """Tag that shows an experiment on MLflow's training pages instead of those for applications."""
 TABLES_TAG = "mlflow.loggedArtifacts"
@@ -285,14 +78,26 @@ class Run:
 class Delivery:
     """The connection to one experiment. Only the outbox's thread calls it; `runs` and `versions` may be read."""
 
-    def __init__(self, uri: str, *, experiment: str, artifact_root: Path | None, store: Path | None = None) -> None:
+    def __init__(
+        self,
+        uri: str,
+        *,
+        experiment: str,
+        artifact_root: Path | None,
+        store: Path | None = None,
+        locate: Callable[[], str] | None = None,
+    ) -> None:
         self._uri = uri
+        self._locate = locate or (lambda: uri)
+        self._connected = ""
         self._experiment = experiment
         self._artifact_root = artifact_root
         self._store = store
         self._client: Any = None
         self._mlflow: Any = None
         self._failing: tuple[Record | None, int] = (None, 0)
+        self._opened: set[str] = set()
+        """Ids of the pipeline's runs that this process has opened."""
         self.experiment_id = ""
         self.runs: dict[str, Run] = {}
         """Our own name of a run (a stage's key, a pipeline run's token) -> the run."""
@@ -320,9 +125,10 @@ class Delivery:
         return max(1, len(batch))
 
     def client(self) -> Any:
-        """Return the MlflowClient, connected on first use."""
-        if self._client is None:
-            client = open_client(self._uri)
+        """The MlflowClient, connected on first use and when the runs are at another address than before."""
+        uri = self._locate()
+        if self._client is None or uri != self._connected:
+            client, self._connected = open_client(uri), uri
             self.experiment_id = experiment_id(client, self._experiment, self._artifact_root, tags=KIND)
             self._client, self._mlflow = client, import_mlflow()
         return self._client
@@ -349,9 +155,10 @@ class Delivery:
         found = get_run(client, record["run_id"]) if record["run_id"] else self._search(client, RUN_TAG, record["run"])
         tags = redaction.tags(record["tags"]) | {RUN_TAG: record["run"]}
         tags[NOTE_TAG] = _note(f"**{record['name']}**: a run of the pipeline; its stages are the runs below it.", tags)
-        self._open(client, record, found, record["name"], tags)
+        self._opened.add(self._open(client, record, found, record["name"], tags).run_id)
 
     def _open_stage(self, client: Any, record: Record) -> None:
+        """Open the run of a stage: that of its key, which later attempts continue, or a fresh one."""
         parent = self._run(client, record["parent"])
         key, label = record["run"], record["label"]
         # The record of a fresh run may be delivered twice; the second time, the run of this attempt exists.
@@ -360,9 +167,13 @@ class Delivery:
         link = f"[pipeline run]({run_path(self.experiment_id, parent.run_id)})"
         tags[NOTE_TAG] = _note(f"**{label}** of {link}, store key `{key}`", tags)
         run = self._open(client, record, found, f"{label} · {parent.name}" if parent.name else label, tags)
-        client.set_tag(parent.run_id, f"stage.{label}", run.run_id)
+        self._note_stage(client, parent, label, run.run_id)
 
     def _open(self, client: Any, record: Record, found: Any, name: str, tags: dict[str, str]) -> Run:
+        """Create a run, or continue the run that was found.
+
+        MLflow keeps the first value of a parameter. Values that differ in a later attempt become tags.
+        """
         first = found is None
         entity = client.create_run(self.experiment_id, tags=tags, run_name=name) if first else found
         run = _as_run(entity)
@@ -375,8 +186,8 @@ class Delivery:
         if not first:
             client.update_run(run.run_id, status="RUNNING")
         rows = [self._mlflow.entities.Param(key, value) for key, value in new.items()]
-        for start in range(0, len(rows), PARAMS_PER_REQUEST):
-            client.log_batch(run.run_id, params=rows[start : start + PARAMS_PER_REQUEST])
+        for part in chunks(rows, PARAMS_PER_REQUEST):
+            client.log_batch(run.run_id, params=part)
         client.log_batch(run.run_id, tags=[self._mlflow.entities.RunTag(key, value) for key, value in tags.items()])
         run.tags |= tags
         run.params |= new
@@ -390,14 +201,30 @@ class Delivery:
         )
 
     def _cached(self, client: Any, record: Record) -> None:
+        """Note a cache hit on the pipeline's run, with the run that made the result."""
         parent = self._run(client, record["run"])
         run_id = record["run_id"]
         if not run_id:
             found = self._search(client, KEY_TAG, record["key"])
             run_id = found.info.run_id if found else f"key {record['key'][:12]}"
-        client.set_tag(parent.run_id, f"stage.{record['label']}", f"{run_id} (cached)")
+        self._note_stage(client, parent, record["label"], f"{run_id} (cached)")
         if record["run_id"].isalnum():
             self._finish_killed(client, run_id)
+
+    def _note_stage(self, client: Any, parent: Run, label: str, run: str) -> None:
+        """Note the run of a stage on the pipeline's run: in the tag of all stages, which only the opener of that run writes.
+
+        A job of Ray, and a table that is too long, get a tag for the stage.
+        """
+        stages = json.dumps(json.loads(parent.tags.get(STAGES_TAG, "{}")) | {label: run})
+        tag = f"{STAGE_TAG}{label}"
+        if parent.run_id not in self._opened or len(stages) > redaction.TAG_CHARACTERS:
+            client.set_tag(parent.run_id, tag, run)
+            return
+        client.set_tag(parent.run_id, STAGES_TAG, stages)
+        parent.tags[STAGES_TAG] = stages
+        if parent.tags.pop(tag, ""):  # of an earlier attempt
+            client.delete_tag(parent.run_id, tag)
 
     def _finish_killed(self, client: Any, run_id: str) -> None:
         """End the run that made a committed artifact as FINISHED if it is KILLED: a kill came between commit and end."""
@@ -406,6 +233,7 @@ class Delivery:
             client.set_terminated(run_id, status="FINISHED", end_time=found.info.end_time)
 
     def _finish(self, client: Any, record: Record) -> None:
+        """End a run, unless another process continues it, and put its note above its description."""
         run = self._run(client, record["run"])
         if record["status"] != "FINISHED" and self._is_anothers(client, run):
             logger.warning("tracking: run %s continues in another process, so it is not ended here", run.run_id)
@@ -456,8 +284,8 @@ class Delivery:
                     continue
                 last[name] = record["step"]
                 points.append(self._mlflow.entities.Metric(name, value, record["time"], record["step"]))
-        for start in range(0, len(points), METRICS_PER_REQUEST):
-            client.log_batch(run.run_id, metrics=points[start : start + METRICS_PER_REQUEST])
+        for part in chunks(points, METRICS_PER_REQUEST):
+            client.log_batch(run.run_id, metrics=part)
         run.last_step = last
 
     def _table(self, client: Any, record: Record) -> None:
@@ -507,6 +335,7 @@ class Delivery:
         run.tags |= record["tags"]
 
     def _register(self, client: Any, record: Record) -> None:
+        """Make a version of the registered model for a digest, or find the version that has it, and set its aliases."""
         name, digest = registry_name(record["name"]), record["digest"]
         run = self._run(client, record["run"])
         # Records of earlier versions have no uri.
@@ -532,6 +361,7 @@ class Delivery:
             client.update_model_version(name, version.version, text)
 
     def _create_version(self, client: Any, name: str, model_id: str, tags: dict[str, str]) -> Any:
+        """Create a version of a registered model. It does not wait: the weights are in the store and not copied."""
         model = client.get_logged_model(model_id)
         version = client.create_model_version(
             name,

@@ -1,5 +1,6 @@
 """Find a pipeline run in MLflow, with its configuration and the keys of its stages."""
 
+import json
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -7,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_core.tracking.mlflow_client import FLOW_RUN_TAG, answering, database_file, open_client
-from rlhf_core.tracking.mlflow_delivery import KEY_TAG, NOTE_TAG, RUN_TAG
+from rlhf_core.tracking.mlflow_delivery import KEY_TAG, NOTE_TAG, RUN_TAG, STAGE_TAG, STAGES_TAG
 
-STAGE_TAG = "stage."
 _ID = re.compile(r"[0-9a-f]{32}")
 
 logger = logging.getLogger(__name__)
@@ -83,6 +83,12 @@ def rewrite_tags(uri: str, tag: str, rewrite: Callable[[str], str]) -> int:
                 return changed
 
 
+def stage_runs(tags: Mapping[str, str]) -> dict[str, str]:
+    """The runs of the stages by label, by the tags of a pipeline's run, also of one by an earlier version."""
+    found: dict[str, str] = json.loads(tags.get(STAGES_TAG, "{}"))
+    return found | {tag.removeprefix(STAGE_TAG): run for tag, run in tags.items() if tag.startswith(STAGE_TAG)}
+
+
 def _search(client: Any, wanted: str) -> Any:
     if "'" in wanted or "%" in wanted:  # no name of ours has them, and the filter has no way to quote them
         return None
@@ -111,10 +117,9 @@ def _means(wanted: str, name: str) -> bool:
 
 def _tracked(client: Any, run: Any) -> TrackedRun:
     keys = {}
-    for tag, value in run.data.tags.items():
+    for label, value in stage_runs(run.data.tags).items():
         stage_run = _ID.match(value)
-        if tag.startswith(STAGE_TAG) and stage_run is not None:
-            tags = client.get_run(stage_run.group()).data.tags
-            if KEY_TAG in tags:
-                keys[tag.removeprefix(STAGE_TAG)] = tags[KEY_TAG]
+        tags = {} if stage_run is None else client.get_run(stage_run.group()).data.tags
+        if KEY_TAG in tags:
+            keys[label] = tags[KEY_TAG]
     return TrackedRun(run.info.run_name, run.info.run_id, dict(run.data.params), keys)

@@ -26,7 +26,7 @@ class PolicyModel:
     def __init__(self, folder: Path) -> None:
         self.chat = ChatTemplate.load(folder)
         self.model: Any = AutoModelForCausalLM.from_pretrained(
-            str(folder), local_files_only=True, use_safetensors=True, dtype="auto"
+            str(folder), local_files_only=True, use_safetensors=True, dtype="auto", trust_remote_code=False
         ).eval()
 
     def predict(self, model_input: Any, params: Mapping[str, Any] | None = None) -> list[str]:

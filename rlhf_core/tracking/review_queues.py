@@ -14,6 +14,7 @@ from rlhf_core.errors import ConfigError, DataError, RlhfError
 from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.store.fingerprint import sha256_text
 from rlhf_core.tracking.mlflow_client import database_file, experiment_id, import_mlflow, in_one_line, open_client
+from rlhf_core.types import chunks
 
 KIND = {"mlflow.experimentKind": "genai_development"}
 """Tag of an experiment whose pages include Review."""
@@ -154,8 +155,8 @@ class ReviewQueues:
         queue = self._ensure_queue(name, user, str(schema.schema_id))
         attached = {one.item_id: one.status.value for one in self._attached(queue.queue_id)}
         missing = [traces[one.id].trace_id for one in items if traces[one.id].trace_id not in attached]
-        for start in range(0, len(missing), PAGE):
-            self._queues.add_items_to_review_queue(queue.queue_id, item_ids=missing[start : start + PAGE])
+        for page in chunks(missing, PAGE):
+            self._queues.add_items_to_review_queue(queue.queue_id, item_ids=page)
         answers = []
         for one in items:
             if attached.get(traces[one.id].trace_id) == "complete":

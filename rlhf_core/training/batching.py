@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_core.models.micro_batches import row_count
-from rlhf_core.rows import Rows
+from rlhf_core.sequences import Samples
 
 ROWS = "router/rows"
 """Key of the number of token rows of the whole step in its denominators. A pair has two rows."""
@@ -64,11 +64,10 @@ def averaged(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: value if is_maximum(name) else value / len(steps) for name, value in reduce(steps).items()}
 
 
-def step_counts(objective: Any, samples: Sequence[Any]) -> dict[str, float]:
+def step_counts(objective: Any, samples: Samples) -> dict[str, float]:
     """Return the denominators of `objective` over a whole step, and the number of token rows for a router's balance.
 
     The objective's own number of token rows takes precedence, if any, because `samples` are then a part of the step.
     """
-    rows = float(len(samples) if isinstance(samples, Rows) else sum(row_count(sample) for sample in samples))
-    counts: dict[str, float] = {ROWS: rows, **objective.denominators(samples)}
+    counts: dict[str, float] = {ROWS: float(row_count(samples)), **objective.denominators(samples)}
     return counts

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from rlhf_core.algorithms.token_math import LossOutput
-from rlhf_core.interfaces import Metrics, Trainer
+from rlhf_core.interfaces import Metrics, Objective, Trainer
 from rlhf_core.training.batching import reduce, step_counts
-from rlhf_core.training.objectives.base import PlacedModel, TrainingObjective
+from rlhf_core.training.objectives.base import PlacedModel
 from rlhf_core.training.objectives.distillation import Teachers
 
 P = ParamSpec("P")
@@ -24,7 +24,7 @@ PIECE_ELEMENTS = 2**25  # 4 bytes each: 2^27 bytes
 class PartOfStep:
     """An objective on a part of the samples of an optimizer step, with the `counts` of the whole step."""
 
-    objective: TrainingObjective
+    objective: Objective
     counts: Mapping[str, float]
 
     def denominators(self, samples: Sequence[Any]) -> dict[str, float]:
@@ -58,17 +58,17 @@ class DistillationTrainer:
         self._student = student
         self._teachers = teachers
 
-    def forward_backward(self, samples: Sequence[Any], objective: Any) -> Metrics:
+    def forward_backward(self, samples: Any, objective: Any) -> Metrics:
         """Accumulate the gradient over all `samples` of the step and return the metrics."""
-        part = PartOfStep(objective, step_counts(objective, samples))
-        return reduce(
-            [self._student.forward_backward(self._teachers.taught(piece), part) for piece in self._pieces(samples)]
-        )
+        return self._reduced(self._student.forward_backward, samples, objective)
 
-    def loss(self, samples: Sequence[Any], objective: Any) -> Metrics:
+    def loss(self, samples: Any, objective: Any) -> Metrics:
         """Return the metrics without computing gradients."""
+        return self._reduced(self._student.loss, samples, objective)
+
+    def _reduced(self, method: Callable[[Any, PartOfStep], Metrics], samples: Any, objective: Any) -> Metrics:
         part = PartOfStep(objective, step_counts(objective, samples))
-        return reduce([self._student.loss(self._teachers.taught(piece), part) for piece in self._pieces(samples)])
+        return reduce([method(self._teachers.taught(piece), part) for piece in self._pieces(samples)])
 
     def _pieces(self, samples: Sequence[Any]) -> Iterator[list[Any]]:
         """Yield lists of consecutive samples with at most `PIECE_ELEMENTS` log-probs, or one sample with more."""
@@ -91,6 +91,8 @@ class DistillationTrainer:
     values = _of_student(Trainer.values)
     scores = _of_student(Trainer.scores)
     step_scores = _of_student(Trainer.step_scores)
+    keep = _of_student(Trainer.keep)
+    compute = _of_student(Trainer.compute)
     weights = _of_student(Trainer.weights)
     save = _of_student(Trainer.save)
     load = _of_student(Trainer.load)

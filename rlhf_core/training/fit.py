@@ -18,7 +18,7 @@ from rlhf_core.stage.context import StageContext
 from rlhf_core.store.checkpoints import Checkpoints
 from rlhf_core.training.adamw import scheduled_rate
 from rlhf_core.training.exports import Exports
-from rlhf_core.training.trainer import count_skipped
+from rlhf_core.training.skipped import count_skipped
 from rlhf_core.types import derive_seed
 
 logger = logging.getLogger(__name__)

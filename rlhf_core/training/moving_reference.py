@@ -10,18 +10,19 @@ Checkpoints have a copy of it.
 
 import os
 import shutil
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 from rlhf_core.config.policy import ReferenceSync
 from rlhf_core.errors import ConfigError
 from rlhf_core.interfaces import ModelSpec, Runtime, Trainer
-from rlhf_core.types import Column, TokenSample
+from rlhf_core.sequences import Sequences, Subset
 
 IN_CHECKPOINT = "reference"
 """Folder of a checkpoint; missing until the reference has moved."""
@@ -33,7 +34,7 @@ class AdaptersOff:
     def __init__(self, policy: Trainer) -> None:
         self._policy = policy
 
-    def logprobs(self, samples: Sequence[TokenSample], *, temperature: float) -> Sequence[Column[float]]:
+    def logprobs(self, samples: Sequences | Subset, *, temperature: float) -> NDArray[np.float32]:
         """Return the log-probs of the policy as it was before training."""
         return self._policy.logprobs(samples, temperature=temperature, adapters=False)
 
@@ -53,7 +54,7 @@ class MovingReference:
         self._trainer = self._opened(initial)
         self._moved = False
 
-    def logprobs(self, samples: Sequence[TokenSample], *, temperature: float) -> Sequence[Column[float]]:
+    def logprobs(self, samples: Sequences | Subset, *, temperature: float) -> NDArray[np.float32]:
         """Return the log-probs of the reference as it is now."""
         return self._trainer.logprobs(samples, temperature=temperature)
 

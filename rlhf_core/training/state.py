@@ -15,7 +15,8 @@ import random
 import re
 import socket
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -223,6 +224,19 @@ def join() -> None:
         dist.init_process_group(backend, store=_meeting_point(rank, world), rank=rank, world_size=world)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+LONGEST_WAIT = timedelta(days=1)
+"""Limit for work of one rank: a call of a worker has its own, `runtime.worker_timeout_s`."""
+
+
+def on_first_rank(work: Callable[[], None]) -> None:
+    """Call `work` on rank 0 while all other ranks wait for it. NCCL would end them after ten minutes, so Gloo is asked."""
+    group = dist.new_group(backend="gloo", timeout=LONGEST_WAIT)
+    if dist.get_rank() == 0:
+        work()
+    dist.barrier(group)
+    dist.destroy_process_group(group)
 
 
 def _listen_where_the_others_are(host: str) -> None:

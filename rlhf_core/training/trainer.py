@@ -5,7 +5,6 @@ combines the metrics of `forward_backward` and `loss` with `reduce`.
 """
 
 import itertools
-import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -13,24 +12,27 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from rlhf_core.algorithms.token_math import LossOutput
 from rlhf_core.config.engines import OptimizerConfig, TrainerConfig, check_lora_sync
 from rlhf_core.errors import TrainingError
-from rlhf_core.interfaces import Adapters, Metrics, ModelSpec, Weights
+from rlhf_core.interfaces import Adapters, Metrics, ModelSpec, Objective, Weights
 from rlhf_core.models.architecture import padding_id
 from rlhf_core.models.batches import TokenBatch, unpack
 from rlhf_core.models.forward import model_rules, sequence_scores, step_scores, token_logprobs, token_values, watching
 from rlhf_core.models.loading import export_model
 from rlhf_core.models.lora import WeightStream, weights_digest, without_adapters
-from rlhf_core.models.micro_batches import Row, micro_batches
+from rlhf_core.models.micro_batches import micro_batches
+from rlhf_core.sequences import Samples, Sequences, Subset, take
 from rlhf_core.store.checkpoints import damaged_archive, wait_for_parts, write_part
 from rlhf_core.training.batching import is_maximum
 from rlhf_core.training.engines.base import Engine, open_engine
 from rlhf_core.training.engines.offload import HostCopies, keep_freed_memory, release_cached, release_if_short
-from rlhf_core.training.objectives.base import PlacedModel, RoutedObjective, SftObjective, TrainingObjective, unmasked
+from rlhf_core.training.objectives.base import PlacedModel, RoutedObjective, SftObjective
 from rlhf_core.training.objectives.distillation import top_logprobs
 from rlhf_core.training.state import (
     engine_settings,
@@ -151,7 +153,7 @@ class LocalTrainer:
     # ------------------------------------------------------------ training
 
     def forward_backward(
-        self, samples: Sequence[Any], objective: TrainingObjective, denominators: Mapping[str, float] | None = None
+        self, samples: Samples, objective: Objective, denominators: Mapping[str, float] | None = None
     ) -> Metrics:
         """Accumulate the gradient of `objective` over `samples` and return their share of its metrics.
 
@@ -177,9 +179,7 @@ class LocalTrainer:
             self._average.update(self._engine.module)
         return {"grad_norm": grad_norm, "learning_rate": learning_rate, "skipped": float(skipped)}
 
-    def loss(
-        self, samples: Sequence[Any], objective: TrainingObjective, denominators: Mapping[str, float] | None = None
-    ) -> Metrics:
+    def loss(self, samples: Samples, objective: Objective, denominators: Mapping[str, float] | None = None) -> Metrics:
         """Return the metrics of `objective` over `samples` without computing gradients."""
         with torch.no_grad():
             return self._run(samples, objective, denominators, backward=False)
@@ -187,9 +187,9 @@ class LocalTrainer:
     # ------------------------------------------------------------ measuring
 
     def logprobs(
-        self, samples: Sequence[TokenSample], *, temperature: float, adapters: bool = True
-    ) -> list[Column[float]]:
-        """Return log p(token t | tokens < t) per token of each sample, and 0.0 where the mask is 0.
+        self, samples: Sequences | Subset, *, temperature: float, adapters: bool = True
+    ) -> NDArray[np.float32]:
+        """Compute log p(token t | tokens < t) of every token [S], 0.0 where the mask is 0.
 
         Without its `adapters` a model with LoRA is the one that it was before training.
         """
@@ -198,7 +198,7 @@ class LocalTrainer:
             return unpack(token_logprobs(module, batch, temperature=temperature, with_entropy=False)[0].cpu(), batch)
 
         with nullcontext() if adapters else without_adapters(self._engine.module):
-            return [floats(row.numpy()) for row in self._measure(samples, compute)]
+            return self._measure_tokens(samples, compute)
 
     def top_logprobs(self, samples: Sequence[TokenSample], *, k: int, temperature: float) -> list[TopLogprobs]:
         """Return the `k` most likely tokens at each masked position of each sample, or all in order for k = 0."""
@@ -208,13 +208,13 @@ class LocalTrainer:
 
         return self._measure(samples, compute)
 
-    def values(self, samples: Sequence[TokenSample]) -> list[Column[float]]:
-        """Return the value before each token of each sample, and 0.0 where the mask is 0."""
+    def values(self, samples: Sequences | Subset) -> NDArray[np.float32]:
+        """Compute the value before every token [S], 0.0 where the mask is 0."""
 
         def compute(module: nn.Module, batch: TokenBatch) -> list[Tensor]:
             return unpack(token_values(module, batch).cpu(), batch)
 
-        return [floats(row.numpy()) for row in self._measure(samples, compute)]
+        return self._measure_tokens(samples, compute)
 
     def scores(self, sequences: Sequence[Column[int]]) -> list[float]:
         """Return one reward-model score per token sequence, read at its last token."""
@@ -222,7 +222,7 @@ class LocalTrainer:
         def compute(module: nn.Module, batch: TokenBatch) -> list[Tensor]:
             return list(sequence_scores(module, batch).cpu())
 
-        return [float(score) for score in self._measure(unmasked(sequences), compute)]
+        return [float(score) for score in self._measure(Sequences.from_token_ids(sequences), compute)]
 
     def step_scores(self, samples: Sequence[TokenSample]) -> list[Column[float]]:
         """Return the process reward model's logits at the masked tokens of each sample, one per step, in order."""
@@ -232,6 +232,14 @@ class LocalTrainer:
             return [row[mask != 0] for row, mask in zip(logits, masks, strict=True)]
 
         return [floats(row.numpy()) for row in self._measure(samples, compute)]
+
+    def keep(self, sequences: Sequences) -> Sequences:
+        """The same sequences, which this process reads."""
+        return sequences
+
+    def compute(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call `function` in this process."""
+        return function(*arguments)
 
     # ------------------------------------------------------------ weights and state
 
@@ -324,8 +332,8 @@ class LocalTrainer:
 
     def _run(
         self,
-        samples: Sequence[Any],
-        objective: TrainingObjective,
+        samples: Samples,
+        objective: Objective,
         denominators: Mapping[str, float] | None,
         *,
         backward: bool,
@@ -334,13 +342,15 @@ class LocalTrainer:
         if self._router_aux:
             objective = RoutedObjective(objective, self._router_aux)
         counts = objective.denominators(samples) if denominators is None else denominators
+        if isinstance(samples, Subset):
+            samples = samples.copy()
         total = _Total()
         for batch in self._passes(samples, pack_to=pack_to):
 
-            def compute(module: nn.Module, rows: list[Any] = [samples[i] for i in batch]) -> LossOutput:  # noqa: B006
-                if not rows:
+            def compute(module: nn.Module, batch: list[int] = batch) -> LossOutput:
+                if not batch:
                     return self._idle(module)
-                return objective.compute(self._placed(module), rows, counts)
+                return objective.compute(self._placed(module), take(samples, batch), counts)
 
             output = self._engine.forward(compute)
             total.add(output.metrics)
@@ -350,18 +360,25 @@ class LocalTrainer:
                 self._engine.backward(output.loss * torch.where(torch.isfinite(output.loss.detach()), 1.0, torch.nan))
         return total.floats()
 
-    def _measure(self, samples: Sequence[TokenSample], compute: Callable[[nn.Module, TokenBatch], list[T]]) -> list[T]:
+    def _measure(self, samples: Samples, compute: Callable[[nn.Module, TokenBatch], list[T]]) -> list[T]:
         """Return the result of `compute` for each sample, in the order of `samples`."""
+        if isinstance(samples, Subset):
+            samples = samples.copy()
         results: dict[int, T] = {}
         for indices in self._passes(samples, pack_to=None):
-            rows = [samples[i] for i in indices] or [self._idle_sample()]
+            rows = take(samples, indices) if indices else [self._idle_sample()]
             batch = self._placed(self._engine.module).batch(rows)
             with torch.no_grad():
                 answers = self._engine.forward(lambda module, batch=batch: compute(module, batch))  # type: ignore[misc]
             results.update(zip(indices, answers, strict=False))
         return [results[index] for index in range(len(samples))]
 
-    def _passes(self, samples: Sequence[Row], *, pack_to: int | None) -> Iterator[list[int]]:
+    def _measure_tokens(
+        self, samples: Samples, compute: Callable[[nn.Module, TokenBatch], list[Tensor]]
+    ) -> NDArray[np.float32]:
+        return np.concatenate([[], *self._measure(samples, compute)], dtype=np.float32)  # a rank may have no samples
+
+    def _passes(self, samples: Sequences | Sequence[Any], *, pack_to: int | None) -> Iterator[list[int]]:
         """Yield the indices of each micro-batch, then empty lists while other ranks are still working."""
         batches = micro_batches(
             samples, rows=self._rows, pack_to=pack_to, padded_tokens=self._padded_tokens, together=self._together
@@ -407,44 +424,11 @@ class _Total:
     def add(self, metrics: Mapping[str, Tensor]) -> None:
         for name, value in metrics.items():
             value = value.detach().double()
-            if name not in self._values:
-                self._values[name] = value
-            elif is_maximum(name):
-                self._values[name] = torch.maximum(self._values[name], value)
-            else:
-                self._values[name] = self._values[name] + value
+            if name in self._values:
+                value = (torch.maximum if is_maximum(name) else torch.add)(self._values[name], value)
+            self._values[name] = value
 
     def floats(self) -> Metrics:
         if not self._values:
             return {}
         return dict(zip(self._values, torch.stack(list(self._values.values())).tolist(), strict=True))
-
-
-# ---------------------------------------------------------------- skipped
-
-logger = logging.getLogger(__name__)
-
-MAX_SKIPPED_IN_A_ROW = 5  # one bad batch is a chance; five in a row are a diverged model
-
-
-def count_skipped(so_far: int, metrics: Metrics, *, label: str, step: int) -> int:
-    """Return how many updates in a row were skipped for a non-finite gradient.
-
-    Raises TrainingError, naming the stage and the step, after five in a row.
-    """
-    if not metrics["skipped"]:
-        return 0
-    logger.warning("%s: skipping step %d, because the loss or the gradient is not finite", label, step)
-    if so_far + 1 >= MAX_SKIPPED_IN_A_ROW:
-        rule = f"{MAX_SKIPPED_IN_A_ROW} updates in a row had a non-finite loss or gradient"
-        raise TrainingError(f"{label}.step", step, rule, "lower the learning rate, or check the samples of this step")
-    return so_far + 1
-
-
-def check_updated(history: Sequence[Metrics], *, label: str, step: int) -> None:
-    """Raise TrainingError if every update of a model was skipped in a step, because it then no longer learns."""
-    for model in ("policy", "value"):
-        skipped = [metrics[f"{model}/skipped"] for metrics in history if f"{model}/skipped" in metrics]
-        if skipped and all(skipped):
-            rule = f"every update of the {model} had a non-finite loss or gradient"
-            raise TrainingError(f"{label}.step", step, rule, "lower the learning rate, or clip the rewards")

@@ -12,6 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from rlhf_core.processes.installed import is_users_own
 from rlhf_core.user_code.modules import load_callable
 from rlhf_core.user_code.sources import (
     PROGRAM_PACKAGES,
@@ -20,7 +21,6 @@ from rlhf_core.user_code.sources import (
     code_of,
     digest_of,
     file_digest,
-    is_users_own,
     reached_from,
     search_folders,
     user_modules,

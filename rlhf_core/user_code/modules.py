@@ -25,6 +25,7 @@ from types import CodeType, MappingProxyType, ModuleType
 from typing import Any
 
 from rlhf_core.errors import ConfigError, nearest
+from rlhf_core.processes.installed import is_users_own
 from rlhf_core.user_code.sources import (
     ADDED,
     BEFORE,
@@ -34,7 +35,6 @@ from rlhf_core.user_code.sources import (
     changed,
     digest_of,
     in_folders,
-    is_users_own,
     locate,
     program_path,
     reached_from,

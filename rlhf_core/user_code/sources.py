@@ -7,17 +7,19 @@ import hashlib
 import io
 import os
 import sys
-import sysconfig
 import tokenize
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.machinery import EXTENSION_SUFFIXES, ModuleSpec
 from pathlib import Path
+from typing import Any
 
 from rlhf_core.errors import ConfigError, nearest
+from rlhf_core.processes.installed import is_users_own
 from rlhf_core.store.fingerprint import (
     OUR_PACKAGES,
+    analysis_of,
     canonical_json,
     functions_of,
     hash_file,
@@ -86,6 +88,11 @@ def search_path() -> list[str]:
     They always include the working folder, however this process was started. The folder of a user's file comes last.
     """
     return [*(entry or os.curdir for entry in program_path()), os.curdir]
+
+
+def user_code_environment() -> dict[str, str]:
+    """Variables of a process that runs user code. It searches modules like this process, and orders sets always alike."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join(search_path()), "PYTHONHASHSEED": "0"}
 
 
 def search_folders(file: Path | None, path: Sequence[str] | None = None) -> list[Path]:
@@ -217,14 +224,6 @@ def in_folders(part: str, folders: Sequence[Path]) -> Place:
     return Place(None, tuple(spaces))
 
 
-def is_users_own(path: Path) -> bool:
-    """Return whether a file is neither of the interpreter nor of an installed package."""
-    resolved = path.resolve()
-    if {"site-packages", "dist-packages"} & set(resolved.parts):
-        return False
-    return not any(resolved.is_relative_to(folder) for folder in installed_folders())
-
-
 def _own(names: Sequence[str], search: Sequence[Path]) -> Iterator[tuple[str, Path]]:
     """Yield name and file of the user modules among the imported `names`."""
     for name in names:
@@ -232,13 +231,6 @@ def _own(names: Sequence[str], search: Sequence[Path]) -> Iterator[tuple[str, Pa
             path = find(name, search)
             if path is not None and is_users_own(path):
                 yield name, path
-
-
-@lru_cache(maxsize=1)
-def installed_folders() -> tuple[Path, ...]:
-    """Return the folders of the standard library and of installed packages."""
-    places = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    return tuple({Path(place).resolve() for place in places if place})
 
 
 def _parents(name: str) -> list[str]:
@@ -253,7 +245,10 @@ def _source(path: Path, name: str) -> Source:
     if path.suffix != ".py":
         return Source(file_digest(path), b"", (), (), None, ())
     # Read each time, and not known by its status: an edit may keep size and time.
-    return _analysed(path, name, path.read_bytes())
+    content = path.read_bytes()
+    digest, imports, declared, names, functions = analysis_of(path, name, content, _analyse)
+    bound = None if names is None else frozenset(names)
+    return Source(digest, content, tuple(imports), tuple(declared), bound, tuple(functions))
 
 
 def file_digest(path: Path) -> str:
@@ -267,19 +262,18 @@ def _hashed(path: Path, status: tuple[int, ...]) -> str:
     return hash_file(path)
 
 
-@lru_cache(maxsize=8192)
-def _analysed(path: Path, name: str, content: bytes) -> Source:
-    """Return the analysis of a file with this content."""
+def _analyse(path: Path, name: str, content: bytes) -> list[Any]:
+    """Values of the fields of a `Source` except its content."""
     try:
         tree = parse_source(content, str(path))
         digest = _code_digest(content)
     except (ConfigError, ValueError, RecursionError, tokenize.TokenError):
         # Written for another Python: a file that cannot be parsed counts with all its bytes.
-        return Source(hashlib.sha256(content).hexdigest(), content, (), (), None, ())
+        return [hashlib.sha256(content).hexdigest(), [], [], None, []]
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    imports = tuple(sorted(imported_names(ast.walk(tree), package) - {""}))
-    names = frozenset(top_level_names(tree))
-    return Source(digest, content, imports, _declared(tree, path), names, tuple(functions_of(tree)))
+    imports = sorted(imported_names(ast.walk(tree), package) - {""})
+    names = sorted(top_level_names(tree))
+    return [digest, imports, list(_declared(tree, path)), names, functions_of(tree)]
 
 
 def _code_digest(content: bytes) -> str:

@@ -24,6 +24,7 @@ from pathlib import Path
 from types import FrameType, MappingProxyType
 from typing import Any
 
+from rlhf_core.processes.installed import installed_folders, is_users_own
 from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.store.fingerprint import parse_source
 from rlhf_core.user_code.sources import (
@@ -32,8 +33,6 @@ from rlhf_core.user_code.sources import (
     Place,
     UserModule,
     in_folders,
-    installed_folders,
-    is_users_own,
     locate,
 )
 

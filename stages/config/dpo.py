@@ -6,9 +6,11 @@ from pydantic import Field, model_validator
 
 from rlhf_core.algorithms.preference.base import AnswerMethod
 from rlhf_core.algorithms.preference.dpo import DPOLoss, ORPOLoss
-from rlhf_core.config.engines import LoraConfig, OptimizerConfig
+from rlhf_core.config.engines import OptimizerConfig
+from rlhf_core.config.exports import check_loop_exports, steps_exported
+from rlhf_core.config.models import LoraConfig
 from rlhf_core.config.policy import LoopConfig, PreferenceLoss
-from rlhf_core.schema.base import Config
+from rlhf_core.schema.base import Config, added_option
 
 
 class DPOConfig(Config):
@@ -20,9 +22,22 @@ class DPOConfig(Config):
     length_alpha: float = Field(1.0, ge=0, le=1)
     """Weight of tokens beyond the other answer's length, below 1 for LD-DPO (arXiv 2409.06411)."""
     max_length: int = Field(256, ge=8)
+    export_every: int = added_option(0, ge=0)
+    """Number of steps after which the policy is exported, each time: as the policies `<name>_<step>` of the section or of a
+    step of a recipe, which are evaluated, too. It needs `loop.max_steps`. 0 exports the last policy alone."""
     loop: LoopConfig = LoopConfig(batch_size=32, epochs=1)
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=5e-7)
     lora: LoraConfig | None = None
+
+    @property
+    def exported_steps(self) -> tuple[int, ...]:
+        """The steps after which the policy is exported, without the last one."""
+        return steps_exported(self.export_every, self.loop.max_steps)
+
+    @model_validator(mode="after")
+    def _check_exports(self) -> DPOConfig:
+        check_loop_exports(self.export_every, self.loop.max_steps)
+        return self
 
     @model_validator(mode="after")
     def _check_pair_options(self) -> DPOConfig:

@@ -1,6 +1,6 @@
 """Configure a policy from outside: `[[evaluate.baselines]]`."""
 
-from rlhf_core.config.engines import PretrainedModel
+from rlhf_core.config.models import PretrainedModel
 from rlhf_core.models.packages import local_folder, scalar_head
 from rlhf_core.rewards.model import has_scalar_head
 from rlhf_core.schema.base import Config

@@ -6,7 +6,8 @@ from pathlib import Path
 from pydantic import Field
 
 from rlhf_core.config.data import KINDS, DataConfig, Files, MixedWorlds, SupportWorld
-from rlhf_core.config.engines import BaseModelConfig, InitModel, PretrainedModel
+from rlhf_core.config.models import BaseModelConfig, InitModel, PretrainedModel
+from rlhf_core.data.chat_templates import CHATML as CHATML_TEMPLATE
 from rlhf_core.data.chat_templates import SHIPPED
 from rlhf_core.data.file_types import is_hub, source_files
 from rlhf_core.errors import DataError
@@ -15,7 +16,6 @@ from rlhf_core.schema.base import Config, added_option
 from rlhf_core.store.fingerprint import hash_file, hash_files, list_files, tree_digest
 
 MODEL_TEMPLATE = "model"
-CHATML_TEMPLATE = "chatml"
 
 
 class PrepareDataConfig(Config):

@@ -6,7 +6,8 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from rlhf_core.config.engines import LoraConfig, OptimizerConfig, refuse_average
+from rlhf_core.config.engines import OptimizerConfig, refuse_average
+from rlhf_core.config.models import LoraConfig
 from rlhf_core.config.policy import LoopConfig
 from rlhf_core.schema.base import Config, added_option
 

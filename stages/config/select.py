@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
-from rlhf_core.schema.base import Config
+from rlhf_core.schema.base import Config, added_option
 
 
 class Selection(Config):
@@ -45,6 +45,30 @@ class Pairs(Selection):
     """Smallest margin of a pair; closer pairs are dropped and counted."""
     length_penalty: float = Field(0.0, ge=0)
     """Penalty per token, subtracted from the reward before answers are compared."""
+    across: Literal["", "policies"] = added_option("")
+    """`policies` pairs answers of different policies; `rollouts` of a recipe then names several steps."""
+    chosen: str = added_option("")
+    """Name in `rollouts` whose answers are chosen, whatever their reward (delta learning, arXiv 2507.06187). `rule` chooses among
+    the answers of each side."""
+    rejected: str = added_option("")
+    """Name in `rollouts` whose answers are rejected."""
+
+    @property
+    def compares_policies(self) -> bool:
+        """True if both answers of a pair are from different policies."""
+        return bool(self.across or self.chosen)
+
+    @model_validator(mode="after")
+    def _check_sides(self) -> Self:
+        if bool(self.chosen) != bool(self.rejected):
+            name = "rejected" if self.chosen else "chosen"
+            raise ValueError(f'{name} = "": must name answers if the other side does; give both, or neither')
+        if self.chosen and self.chosen == self.rejected:
+            raise ValueError(f"rejected = {self.rejected!r}: is also chosen; name other answers")
+        if self.chosen and self.margin_threshold:
+            rule = "the policy decides which answer is chosen, not the reward"
+            raise ValueError(f"margin_threshold = {self.margin_threshold}: {rule}; leave it at 0")
+        return self
 
 
 class PromptsInBand(Config):
@@ -70,3 +94,10 @@ class PromptsInBand(Config):
 SelectConfig: TypeAlias = Annotated[BestOfN | TopK | Threshold | Pairs, Field(discriminator="type")]
 AnySelectConfig: TypeAlias = Annotated[BestOfN | TopK | Threshold | Pairs | PromptsInBand, Field(discriminator="type")]
 """The selections of the stage; a section that trains on what is selected takes those of answers."""
+
+
+def check_one_policy(select: BestOfN | TopK | Threshold | Pairs) -> None:
+    """Raise ValueError for pairs across policies where the rollouts are of one policy."""
+    if isinstance(select, Pairs) and select.compares_policies:
+        key, value = ("across", select.across) if select.across else ("chosen", select.chosen)
+        raise ValueError(f"select.{key} = {value!r}: a round has answers of one policy; select in a step of a recipe")

@@ -6,8 +6,10 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from rlhf_core.config.engines import LoraConfig, OptimizerConfig
-from rlhf_core.config.policy import LoopConfig, check_exports
+from rlhf_core.config.engines import OptimizerConfig
+from rlhf_core.config.exports import check_loop_exports, steps_exported
+from rlhf_core.config.models import LoraConfig
+from rlhf_core.config.policy import LoopConfig
 from rlhf_core.schema.base import Config, added_option
 
 
@@ -35,16 +37,11 @@ class SFTConfig(Config):
     @property
     def exported_steps(self) -> tuple[int, ...]:
         """Return the steps after which the model is exported, without the last one."""
-        return tuple(range(self.export_every, self.loop.max_steps, self.export_every)) if self.export_every else ()
+        return steps_exported(self.export_every, self.loop.max_steps)
 
     @model_validator(mode="after")
     def _check_exports(self) -> SFTConfig:
-        if self.export_every and not self.loop.max_steps:
-            raise ValueError(
-                f"export_every = {self.export_every}: the policies are named by their steps, whose number depends on the data; "
-                "set loop.max_steps, or leave it at 0"
-            )
-        check_exports(self.export_every, {"loop.max_steps": self.loop.max_steps} if self.export_every else {})
+        check_loop_exports(self.export_every, self.loop.max_steps)
         return self
 
     @model_validator(mode="after")

@@ -13,8 +13,9 @@ from rlhf_core.schema.base import OPERATIONAL, Config
 class SynthesizeConfig(Config):
     """What a policy, or a model at a server, is asked about each prompt, and what of its replies is kept."""
 
-    make: Literal["demonstrations", "prompts"] = "demonstrations"
-    """What replies are: `demonstrations` answer the prompt, `prompts` are new ones."""
+    make: Literal["demonstrations", "prompts", "pairs", "generations"] = "demonstrations"
+    """Use of the replies: `demonstrations` answer the prompt, `prompts` are new ones, `pairs` prefer the last reply of a
+    conversation to the first, and `generations` are answers that `score` and `select` read."""
     server: ChatServer | None = None
     """Server of the model that is asked; without one the input `policy` is."""
     template: str = ""
@@ -35,15 +36,22 @@ class SynthesizeConfig(Config):
     max_characters: int = Field(0, ge=0)
     """Most characters of what is kept; 0 sets no limit."""
     eval_fraction: float = Field(0.05, ge=0, lt=1)
-    """Share of the prompts whose demonstrations are held out."""
+    """Share of the prompts whose demonstrations or pairs are held out."""
     shard_size: Annotated[int, Field(ge=1), OPERATIONAL] = 128
     """Number of prompts that the policy is asked about in one call. A killed run loses at most one; of a server, what it was
     being asked."""
+
+    @property
+    def uses_policy(self) -> bool:
+        """True if the policy answers, or its tokenizer is needed for the tokens of generations."""
+        return self.server is None or self.make == "generations"
 
     @model_validator(mode="after")
     def _check_texts(self) -> Self:
         if self.template and "{prompt}" not in self.template:
             raise ValueError("template: must hold {prompt}, or every request is the same; add it")
+        if self.make == "pairs" and not self.turns:
+            raise ValueError('turns = []: make = "pairs" prefers the last reply to the first; write a further request')
         if self.make == "prompts" and not self.template:
             raise ValueError('template = "": replies to a prompt are no prompts; write a request for a new one')
         if self.server is not None and self.sampling != type(self).model_fields["sampling"].default:

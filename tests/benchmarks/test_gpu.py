@@ -14,11 +14,16 @@ def broken(place, figures):
     raise ValueError("out of luck")
 
 
-def test_without_a_gpu_one_line_says_what_to_do(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("cuda", "text"),
+    [("13.0", "sees no GPU on this machine; run it where"), (None, "is a build for CPUs; make clean-venv")],
+)
+def test_without_a_gpu_one_line_says_what_to_do(cuda, text, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
     assert gpu.main(["--out", str(tmp_path)]) == 2
     told = capsys.readouterr()
-    assert told.err.startswith("--device = 'cuda': torch ") and "--device cpu" in told.err
+    assert told.err.startswith("--device = 'cuda': torch ") and text in told.err and "--device cpu" in told.err
     assert not told.out and list(tmp_path.iterdir()) == []
 
 

@@ -52,6 +52,11 @@ def test_every_selection_is_of_tests_that_exist_and_of_settings_that_differ() ->
     assert with_all == list(SETTINGS_OF_SEVERAL)
 
 
+def test_continuous_integration_runs_all_tests_with_the_kernels_of_the_setting_with_all_of_them() -> None:
+    script = Path(portable.__file__).parents[1] / ".ci/run"
+    assert f"env {name_of(portable.ALL)} make test SELECT=changed" in script.read_text(encoding="utf-8")
+
+
 def test_a_setting_reaches_the_tests_and_what_is_set_here_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -110,6 +110,7 @@ class Bed:
         log = self.folder / f"{name}.log"
         command = [sys.executable, "-m", "tests.support.spread_run", "/tmp/profile.toml", place]
         joined = {"RAY_ADDRESS": f"{self.nodes[0].address}:{RAY_PORT}", "RAY_AUTH_MODE": "disabled"}
+        joined["NODE_ADDRESS"] = node.address
         return Run(node.start(command, log, **(joined | environment)), log)
 
 

@@ -75,6 +75,7 @@ def straight(stage: str, policy: Path, tmp_path_factory) -> Outcome:
     return _outcome(shop, shop.run(stage, CONFIGS[stage], inputs)[0])
 
 
+@pytest.mark.full
 def test_a_resumed_run_is_the_straight_one_to_the_bit(stage, straight, policy, tmp_path):
     shop, inputs = _shop(stage, policy, tmp_path)
     resumed = _outcome(shop, killed_and_resumed(shop, stage, CONFIGS[stage], inputs, at=KILLED_AT))

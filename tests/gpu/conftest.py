@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf_core.config.engines import InitModel
+from rlhf_core.config.models import InitModel
 from rlhf_core.models.initialize import initialize_llama, train_tokenizer
 
 HERE = Path(__file__).parent

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from rlhf_core.config.engines import OptimizerConfig, RuntimeConfig, TrainerConfig, VllmSamplerConfig
+from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
+from rlhf_core.config.runtime import RuntimeConfig, VllmSamplerConfig
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.models.initialize import initialize_llama, train_tokenizer
 from rlhf_core.runtime.ray_runtime import RayRuntime

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.config.engines import OptimizerConfig, RuntimeConfig, TrainerConfig, VllmSamplerConfig
+from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
+from rlhf_core.config.runtime import RuntimeConfig, VllmSamplerConfig
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.runtime.ray_runtime import RayRuntime
 from rlhf_core.training.objectives.base import SftObjective

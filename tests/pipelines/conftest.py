@@ -1,15 +1,19 @@
 import os
+import shutil
+import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pipelines.services import run_notes
 from pipelines.services.home import Home
 from pipelines.services.running import Services
 from pipelines.services.servers import private_server
 from tests.support.served import served
+from tests.support.sharing import share
 
 SERVERS = ("PREFECT", "MLFLOW_TRACKING", "MLFLOW_BACKEND", "MLFLOW_REGISTRY", "RLHF_OWN")
 """How the variables begin that may lead to servers or databases; tests end all runs that they find there."""
@@ -33,16 +37,15 @@ def no_servers_of_the_user(tmp_path_factory) -> Iterator[None]:
 
 
 @pytest.fixture
-def services(home: Home) -> Iterator[Services]:
+def services(migrated_home: Home) -> Iterator[Services]:
     """Start what `rlhf up` starts, for one test."""
-    with served(home) as found:
+    with served(migrated_home) as found:
         yield found
 
 
-@pytest.fixture(scope="session")
-def prefect_home(tmp_path_factory) -> Iterator[Home]:
-    """One Prefect server for all tests; the client of this process talks to it."""
-    home = Home(tmp_path_factory.mktemp("home"))
+@contextmanager
+def _start_prefect(root: Path) -> Iterator[Home]:
+    home = Home(root)
     with private_server(home) as server:
         before = dict(os.environ)
         os.environ.update(server.environment)
@@ -50,9 +53,45 @@ def prefect_home(tmp_path_factory) -> Iterator[Home]:
 
         refresh_global_settings_context()
         server.wait()
+        # SQLite's own copy: the server may be writing.
+        with (
+            closing(sqlite3.connect(home.prefect / "prefect.db")) as live,
+            closing(sqlite3.connect(_empty_database(home))) as copy,
+        ):
+            live.backup(copy)
         yield home
         os.environ.clear()
         os.environ.update(before)
+        refresh_global_settings_context()
+
+
+@pytest.fixture(scope="module")
+def prefect_home(request: pytest.FixtureRequest, tmp_path_factory) -> Home:
+    """One Prefect server for all tests, empty for each file; the client of this process talks to it."""
+    home = share(request.session, "prefect_home", lambda: _start_prefect(tmp_path_factory.mktemp("home")))
+    _forget_runs(home)
+    return home
+
+
+def _forget_runs(home: Home) -> None:
+    """Take runs, deployments and pools that another file has left from the server, and the records of its runs."""
+    with (
+        closing(sqlite3.connect(_empty_database(home))) as empty,
+        closing(sqlite3.connect(home.prefect / "prefect.db", timeout=60)) as live,
+    ):
+        empty.backup(live)
+    shutil.rmtree(run_notes.folder(home), ignore_errors=True)
+
+
+def _empty_database(home: Home) -> Path:
+    return home.root / "empty.db"
+
+
+@pytest.fixture
+def migrated_home(home: Home, prefect_home: Home) -> Home:
+    """A state folder with an empty database of Prefect, which takes 5 CPU seconds to make."""
+    shutil.copy(_empty_database(prefect_home), home.prefect / "prefect.db")
+    return home
 
 
 @pytest.fixture

@@ -19,6 +19,9 @@ from tests.support.small_pipeline import write_mini
 CHANGES = {"runtime.type": "ray", "runtime.cpu_threads": 1, "sft.loop.epochs": 150, "sft.loop.checkpoint_every": 5}
 
 
+JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURMD_NODENAME": "a", "SLURM_JOB_CPUS_PER_NODE": "4"}
+
+
 def words(profile: Path, store: Path) -> list[str]:
     """Return what follows `rlhf run` for the profile up to `sft`, with a store of its own."""
     pairs = {**CHANGES, "store": store}
@@ -55,8 +58,8 @@ def test_a_job_that_was_stopped_goes_back_into_the_queue_but_not_for_ever(tmp_pa
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
     assert main(["scaffold", "slurm", "--out", str(tmp_path)]) == 0
-    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURMD_NODENAME": "a", "SLURM_RESTART_COUNT": str(before)}
-    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "RLHF_RESTARTS": "2", "RLHF_GRACE_S": "400", **job}
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "RLHF_RESTARTS": "2", "RLHF_GRACE_S": "400", **JOB}
+    variables["SLURM_RESTART_COUNT"] = str(before)
     with (tmp_path / "said").open("w") as said:
         child = subprocess.Popen(
             ["bash", "rlhf.sbatch"], cwd=tmp_path, env=variables, stderr=said, start_new_session=True
@@ -76,6 +79,51 @@ def test_a_number_of_restarts_that_is_none_ends_the_job_before_it_begins(tmp_pat
     variables = {"PATH": os.environ["PATH"], "RLHF_RESTARTS": given}
     said = subprocess.run(["bash", tmp_path / "rlhf.sbatch"], env=variables, capture_output=True, text=True)
     assert (said.returncode, said.stderr.partition(";")[0]) == (2, f"RLHF_RESTARTS = {given}: must be a whole number")
+
+
+@pytest.mark.parametrize(
+    ("cpus", "gpus", "refused"),
+    [("1(x2)", "2", "1"), ("32(x2),3", "4", "3"), ("128,96(x3)", "97", "96"), ("8(x2)", "8", ""), ("4", "", "")],
+)
+def test_fewer_cpus_than_gpus_end_the_job_before_it_begins(cpus, gpus, refused, tmp_path):
+    assert main(["scaffold", "slurm", "--out", str(tmp_path)]) == 0
+    (tmp_path / "scontrol").write_text("#!/bin/bash\nexit 3\n")  # the next command: it would go on
+    (tmp_path / "scontrol").chmod(0o755)
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **JOB, "SLURM_JOB_CPUS_PER_NODE": cpus}
+    variables |= {"SLURM_GPUS_ON_NODE": gpus} if gpus else {}
+    said = subprocess.run(["bash", tmp_path / "rlhf.sbatch"], env=variables, capture_output=True, text=True)
+    expected = f"CPUs per node = {refused}: must be at least one for each of the {gpus} GPUs; add to rlhf.sbatch: #SBATCH --exclusive"
+    assert (said.returncode, expected in said.stderr) == ((2, True) if refused else (3, False))
+
+
+@pytest.mark.slow
+@pytest.mark.services
+def test_a_job_has_all_cpus_and_memory_of_its_nodes_and_their_gpus(tmp_path):
+    """On a Slurm that gives a job one CPU and 500 MB of a node with 2 and 4000 if it asks for no more."""
+    assert main(["scaffold", "slurm", "--out", str(tmp_path)]) == 0
+    nodes_up = "if [ $1 = list ]; then sed 's/.*/\"node_id\"/' started; exit; fi"
+    start = 'echo "$SLURMD_NODENAME $SLURM_GPUS_ON_NODE $*" >> started; exec sleep 600'
+    programs = {"ray": f"{nodes_up}\n{start}", "rlhf": "true"}
+    for name, body in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    variables = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    submit = ["sbatch", "--parsable", "--nodes=2", "--gpus-per-node=2", f"--chdir={tmp_path}"]
+    with two_nodes() as slurm:
+        jobs = [
+            slurm.run(*submit, f"--output={tmp_path}/{number}", *more, f"{tmp_path}/rlhf.sbatch", variables=variables)
+            for number, more in enumerate(([], ["--oversubscribe", "--mem=100"]))
+        ]
+        whole, part = (job.strip() for job in jobs)
+        for job in (whole, part):
+            soon(lambda job=job: slurm.ended(job), within_s=120, every_s=0.3)
+        assert slurm.field(whole, "JobState") == "COMPLETED", (tmp_path / "0").read_text()
+        assert slurm.field(whole, "TRES").startswith("cpu=4,mem=8000M,node=2,")
+        assert slurm.field(part, "ExitCode") == "2:0"
+    assert "CPUs per node = 1: must be at least one for each of the 2 GPUs" in (tmp_path / "1").read_text()
+    started = [line.split(" ", 2) for line in (tmp_path / "started").read_text().splitlines()]
+    assert {node for node, *_ in started} == set(slurm.nodes)
+    assert all(gpus == "2" and "--num-cpus=2 " in words for _, gpus, words in started)
 
 
 @pytest.mark.slow

@@ -122,6 +122,7 @@ def test_the_base_install_has_no_engine_and_plans_explains_and_reads_the_store_o
         ("profile.toml", "init", "desk"),
         ("RUN      evaluate ", "plan", "desk/profile.toml"),
         ("wrote sft.toml", "import-openrlhf", "train.sh", "--out", "sft.toml"),
+        ("nothing of this was measured", "plan", "one_node/full", "--estimate", "--on", "h200"),
     ):
         said = rlhf(base, run[0], *words)
         assert printed in said and "other versions" not in said, words

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.config.engines import InitModel
+from rlhf_core.config.models import InitModel
 
 TEXTS = [
     "What is 12 + 30? It is 42.",

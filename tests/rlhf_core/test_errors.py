@@ -31,3 +31,10 @@ def test_the_nearest_name_is_the_remedy_and_without_one_all_of_them():
     assert nearest("finl_number", ["finished", "final_number"]) == "did you mean final_number?"
     assert nearest("zzz", ["b", "a"]) == "choose from a, b"
     assert nearest("zzz", []) == "check the spelling"
+
+
+def test_no_side_of_a_comparison_is_guessed_for_another_name():
+    names = ["prompt", "response1", "response2"]
+    for name in ("response_a", "response_b", "response"):
+        assert nearest(name, names) == "choose from prompt, response1, response2"
+    assert nearest("respnse2", names) == "did you mean response2?"

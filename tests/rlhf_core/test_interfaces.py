@@ -4,13 +4,13 @@ import inspect
 
 import pytest
 
+from rlhf_contrib.vllm_server.sampler import VllmServerSampler
 from rlhf_core import interfaces
 from rlhf_core.runtime.handles import RaySampler, RayTrainer
 from rlhf_core.runtime.local_runtime import LocalRuntime
 from rlhf_core.runtime.ray_runtime import RayRuntime
 from rlhf_core.sampling.hf_sampler import HFSampler
 from rlhf_core.sampling.vllm_sampler import VllmSampler
-from rlhf_core.sampling.vllm_server_sampler import VllmServerSampler
 from rlhf_core.tracking.memory import MemoryStageTracker
 from rlhf_core.tracking.mlflow import MlflowStageTracker
 from rlhf_core.training.distillation_trainer import DistillationTrainer

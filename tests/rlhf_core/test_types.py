@@ -9,15 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as some
 from pydantic import ValidationError
 
-from rlhf_core.rows import Place
 from rlhf_core.types import (
     Column,
     Completion,
     PolicyRef,
-    PolicySample,
     PreparedDataRef,
+    StepSample,
     TokenSample,
-    ValueSample,
     derive_seed,
     encodable,
 )
@@ -36,28 +34,12 @@ NUMBERS = {
 }
 
 
-class Held:
-    """A piece that is here."""
-
-    def __init__(self, numbers: np.ndarray) -> None:
-        self._bytes = np.frombuffer(b"before" + numbers.tobytes() + b"after", np.uint8)
-
-    def bytes(self) -> np.ndarray:
-        return self._bytes
-
-
-def elsewhere(kind: str, numbers: tuple[float, ...]) -> Column:
-    array = np.array(numbers, dtype=kind)
-    ones = numbers.count(1)
-    return Column.elsewhere(Place(Held(array), kind, 6, 6 + array.nbytes, ones))
-
-
-@given(some.data(), some.sampled_from(sorted(NUMBERS)), some.booleans())
-def test_a_column_is_the_tuple_of_its_numbers(draw, kind, held):
+@given(some.data(), some.sampled_from(sorted(NUMBERS)))
+def test_a_column_is_the_tuple_of_its_numbers(draw, kind):
     one, other = (tuple(draw.draw(some.lists(NUMBERS[kind], max_size=6))) for _ in range(2))
-    column = elsewhere(kind, one) if held else Column(kind, one)
+    column = Column(kind, one)
     second = Column(kind, np.array(other, dtype=kind))
-    assert len(column) == len(one) and (column[1:] + second).held == held and [*column[1:]] == [*one[1:]]
+    assert len(column) == len(one) and [*column[1:]] == [*one[1:]]
     assert (column == one, hash(column), repr(column), list(column), len(column)) == (
         True,
         hash(one),
@@ -96,11 +78,7 @@ def test_a_column_keeps_what_it_was_made_of():
 
 @pytest.mark.parametrize(
     ("kind", "fields"),
-    [
-        (TokenSample, ((1, 2), (0,))),
-        (PolicySample, ((1, 2), (0, 1), (0.0, -1.0), (0.0, -1.0), (0.0, -1.0), (0.0,))),
-        (ValueSample, ((1, 2), (0, 1), (0.0,), (0.0, 1.0))),
-    ],
+    [(TokenSample, ((1, 2), (0,))), (StepSample, ((1, 2), (0, 1), (0.5,)))],
 )
 def test_per_token_fields_have_equal_lengths(kind, fields):
     with pytest.raises(ValueError, match=f"{kind.__name__}: .*align them first"):

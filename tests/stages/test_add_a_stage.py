@@ -12,7 +12,7 @@ import pytest
 import stages.config
 from pipelines.flows.graph import Stages
 from pipelines.prefect_flows.stage_flows import stage_flow
-from rlhf_core.config.engines import RuntimeConfig
+from rlhf_core.config.runtime import RuntimeConfig
 from rlhf_core.data.tables import read_demonstrations
 from rlhf_core.stage.key import StageSpec, key_payload
 from rlhf_core.store.artifacts import ArtifactStore

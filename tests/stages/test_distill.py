@@ -97,6 +97,7 @@ def test_the_student_learns_on_its_own_answers(tmp_path, policy, teacher, top_k)
     assert metrics["eval/divergence"] < metrics["before/eval/divergence"] / 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("config", [CONFIG, ON_POLICY], ids=["demonstrations", "on_policy"])
 def test_a_killed_or_stopped_run_ends_with_the_same_bytes(tmp_path, policy, teacher, config):
     digests = []
@@ -167,6 +168,7 @@ def test_a_student_learns_on_its_own_answers_from_a_teacher_with_another_tokeniz
     assert metrics["eval/divergence"] < 0.8 * metrics["before/eval/divergence"]
 
 
+@pytest.mark.full
 def test_a_killed_run_across_tokenizers_ends_with_the_same_bytes(tmp_path, policy, other):
     config = ON_POLICY.model_copy(update={"divergence": ACROSS.divergence})
     shop, inputs = shop_and_inputs(tmp_path / "whole", policy, other, config)

@@ -13,6 +13,7 @@ from rlhf_core.errors import DataError
 from rlhf_core.schema.base import CustomFunction
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import PolicyRef, TokenSample
+from stages.config.checkpoint import CheckpointConfig
 from stages.dpo import DPOConfig, answer_to_another_prompt, mismatched
 from tests.support.training import killed_and_resumed, preferences, thumbs
 from tests.support.workshop import Workshop
@@ -119,6 +120,7 @@ def test_few_held_out_pairs_do_not_end_the_stage(tmp_path, policy, held_out):
         assert ("eval/loss" in shop.metrics(decision)) == (held_out > 0), loss.type
 
 
+@pytest.mark.full
 def test_a_killed_run_ends_with_the_same_bytes(tmp_path, policy):
     refs = []
     for name in ("whole", "killed"):
@@ -143,3 +145,25 @@ def test_options_that_a_loss_cannot_use_are_refused():
     assert DPOConfig(loss=IPOLoss(length_average=False), length_alpha=0.5).length_alpha == 0.5
     with pytest.raises(ValidationError, match="label_smoothing"):
         DPOConfig(loss={"type": "dpo", "label_smoothing": 0.1})
+
+
+def test_policies_on_the_way_are_exported_and_come_again_after_a_kill(tmp_path, policy):
+    loop = CONFIG.loop.model_copy(update={"max_steps": 6})
+    config = DPOConfig.model_validate(CONFIG.model_dump() | {"loop": loop.model_dump(), "export_every": 2})
+    made = []
+    for name in ("whole", "killed"):
+        shop = Workshop(ArtifactStore(tmp_path / name))
+        base = shop.store.external(PolicyRef, policy)
+        inputs = {"policy": base, "reference": base, "preferences": preferences(shop.store, tmp_path / name)}
+        if name == "whole":
+            ref, _ = shop.run("dpo", config, inputs)
+        else:
+            ref = killed_and_resumed(shop, "dpo", config, inputs, at=5)  # the export of step 4 comes again
+        taken = [shop.run("checkpoint", CheckpointConfig(step=step), {"policy": ref})[0] for step in (2, 4)]
+        made.append([one.digest for one in (ref, *taken)])
+    assert made[0] == made[1] and len(set(made[0])) == 3
+
+
+def test_exports_need_a_number_of_steps():
+    with pytest.raises(ValidationError, match=r"export_every = 2: the policies are named by their steps"):
+        DPOConfig(export_every=2)

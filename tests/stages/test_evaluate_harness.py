@@ -156,7 +156,7 @@ def engines_of(policy: Path, leases: list[str], *, sampled: int = 64) -> Any:
     """Return engines that note each lease, with a sampler that says what it was asked."""
     from contextlib import contextmanager
 
-    from rlhf_core.models.loading import load_tokenizer
+    from rlhf_core.pretrained import load_tokenizer
     from rlhf_core.suites.harness import Engines
 
     class Asked:
@@ -165,7 +165,7 @@ def engines_of(policy: Path, leases: list[str], *, sampled: int = 64) -> Any:
             return [Completion((5,), (-0.5,), "t", "stop", 0, 0) for _ in requests]
 
         def logprobs(self, samples: Any, temperature: float) -> Any:
-            return [(-1.0,) * len(one.token_ids) for one in samples]
+            return np.full(len(samples.token_ids), -1.0, np.float32)
 
         def top_logprobs(self, samples: Any, k: int, temperature: float) -> Any:
             return [SimpleNamespace(ids=[(0,)] * sum(one.loss_mask)) for one in samples]

@@ -19,8 +19,8 @@ import pytest
 from rlhf_core.config.agents import AgentConfig, NemoGymAgent, OpenEnvAgent, OpenRLHFAgent, ProgramAgent, VerifiersAgent
 from tests.support.training import rewards_of_grpo
 
-AGENTS = Path(__file__).parents[1] / "rlhf_core" / "integrations"
-SERVERS = AGENTS / "servers"
+TESTS = Path(__file__).parents[1]
+SERVERS = TESTS / "rlhf_contrib/environments/servers"
 PROGRAMS = Path(__file__).parent / "programs"
 LIMITS: dict[str, Any] = {"max_episode_tokens": 64, "step_timeout_s": 200.0, "retries": 0}
 
@@ -70,7 +70,7 @@ def test_an_agent_file_of_openrlhf(tmp_path):
 
 
 def test_an_agent_that_knows_openais_client_alone(tmp_path):
-    agent = ProgramAgent(command=("python", str(AGENTS / "openai_agent.py")), **LIMITS)
+    agent = ProgramAgent(command=("python", str(TESTS / "rlhf_core/integrations/openai_agent.py")), **LIMITS)
     assert len(rewards_of_grpo(tmp_path, agent=agent, steps=2, prompts=2, samples=2)) == 2
 
 

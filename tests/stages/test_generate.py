@@ -14,8 +14,18 @@ from rlhf_core.data.tables import write_prompts
 from rlhf_core.errors import DataError
 from rlhf_core.sampling.hf_sampler import HFSampler
 from rlhf_core.store.artifacts import ArtifactStore
-from rlhf_core.types import Completion, Generation, Message, PolicyRef, Prompt, PromptsRef, SamplingRequest, derive_seed
-from stages.generate import GenerateConfig, chosen, cut, generation_metrics
+from rlhf_core.types import (
+    Completion,
+    Generation,
+    Message,
+    PolicyRef,
+    Prompt,
+    PromptsRef,
+    SamplingRequest,
+    chunks,
+    derive_seed,
+)
+from stages.generate import GenerateConfig, chosen, generation_metrics
 from tests.support.tolerances import near, of_model
 from tests.support.workshop import SHAPE, Workshop, generation
 
@@ -149,7 +159,7 @@ def test_the_order_of_prompts_does_not_change_what_is_drawn_and_the_round_does(t
 
 
 def test_the_prompts_are_cut_into_shards_and_limited():
-    assert [len(piece) for piece in cut(PROMPTS, 2)] == [2, 2, 1]
+    assert [len(piece) for piece in chunks(PROMPTS, 2)] == [2, 2, 1]
     assert chosen(PROMPTS, CONFIG) == PROMPTS
     assert chosen(PROMPTS, CONFIG.model_copy(update={"max_prompts": 3})) == PROMPTS[:3]
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlhf_core.config.engines import PretrainedModel
+from rlhf_core.config.models import PretrainedModel
 from rlhf_core.errors import ConfigError
 from rlhf_core.models.loading import materialize
 from rlhf_core.types import PolicyRef

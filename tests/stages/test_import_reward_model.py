@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from pipelines.execution.plan import plan
 from pipelines.flows.profile import load_profile
-from pipelines.importers.openrlhf.translate import translate
+from rlhf_contrib.openrlhf.translate import translate
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.errors import ConfigError
 from rlhf_core.rewards.model import PROBES

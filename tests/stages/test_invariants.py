@@ -10,7 +10,7 @@ import torch
 
 from rlhf_core.config.engines import OptimizerConfig, SamplingConfig
 from rlhf_core.config.policy import LoopConfig
-from rlhf_core.interfaces import ModelSpec, Sampler, Trainer
+from rlhf_core.interfaces import ModelSpec, Sampler, Trainer, logprob_rows
 from rlhf_core.rewards.model import Contract, score_with_reward_model
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import Completion, Generation, Message, PolicyRef, Prompt, SamplingRequest, TokenSample
@@ -40,7 +40,7 @@ def mismatch(trainer: Trainer, sampler: Sampler) -> list[float]:
         TokenSample(r.prompt_ids + c.token_ids, (0,) * len(r.prompt_ids) + (1,) * len(c.token_ids))
         for r, c in zip(requests, completions, strict=True)
     ]
-    rows = trainer.logprobs(samples, temperature=1.0)
+    rows = logprob_rows(trainer, samples)
     return [
         ours - theirs
         for row, completion in zip(rows, completions, strict=True)

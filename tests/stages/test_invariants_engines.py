@@ -1,27 +1,21 @@
 """Invariants of the whole loop with its real engines: two DeepSpeed ranks under ZeRO 2 and vLLM, in Ray's workers.
 
-test_invariants.py has them for the plain engine and transformers. One runtime for all tests of this file.
+test_invariants.py has them for the plain engine and transformers. One runtime for most tests of this file.
 """
 
 import shutil
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from rlhf_core.config.engines import (
-    InitModel,
-    LoraConfig,
-    OptimizerConfig,
-    RuntimeConfig,
-    SamplingConfig,
-    TrainerConfig,
-    VllmSamplerConfig,
-)
+from rlhf_core.config.engines import OptimizerConfig, SamplingConfig
+from rlhf_core.config.models import InitModel, LoraConfig
 from rlhf_core.errors import SamplingError
-from rlhf_core.interfaces import ModelSpec, Sampler, Trainer, Weights
+from rlhf_core.interfaces import ModelSpec, Sampler, Trainer, Weights, logprob_rows
 from rlhf_core.models.initialize import initialize_llama, train_tokenizer
 from rlhf_core.models.lora import weights_digest
 from rlhf_core.runtime.ray_runtime import RayRuntime
@@ -31,8 +25,9 @@ from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.training.objectives.base import SftObjective
 from rlhf_core.types import PolicyRef, SamplingRequest, TokenSample
 from stages.ppo import PPOConfig
+from tests.support.sharing import SharedRay
 from tests.support.training import prompts, series, shop_and_inputs, stopped_and_resumed, untimed
-from tests.support.workshop import Workshop
+from tests.support.workshop import TWO_RANKS, Workshop
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -42,13 +37,6 @@ FAST = OptimizerConfig(learning_rate=3e-3, schedule="constant")
 # Heads of 64: narrower ones vLLM's CPU kernels do not have.
 SHAPE = InitModel(
     vocab_size=320, hidden_size=128, layers=1, heads=2, kv_heads=2, intermediate_size=192, max_positions=96
-)
-CONFIG = RuntimeConfig(
-    train_workers=2,
-    cpu_threads=1,
-    worker_timeout_s=300,
-    trainer=TrainerConfig(engine="deepspeed", zero_stage=2, micro_batch=4),
-    sampler=VllmSamplerConfig(max_model_len=96, kv_cache_gib=0.25),
 )
 LORA = LoraConfig(rank=8, alpha=16.0, target_modules="all-linear")
 ALONE = {"lora_sync": "adapter", "max_lora_rank": 8}
@@ -66,11 +54,10 @@ def policy(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runtime() -> Iterator[RayRuntime]:
-    runtime = RayRuntime(CONFIG)
+def runtime(shared_ray: SharedRay) -> RayRuntime:
+    runtime = shared_ray.runtime(TWO_RANKS)
     runtime.prewarm(trainer=True, sampler=True)
-    yield runtime
-    runtime.close()
+    return runtime
 
 
 def sampled(sampler: Sampler) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
@@ -100,7 +87,7 @@ def mismatch(trainer: Trainer, sampler: Sampler) -> list[float]:
         TokenSample(request.prompt_ids + tokens, (0,) * len(request.prompt_ids) + (1,) * len(tokens))
         for request, (tokens, _) in zip(REQUESTS, drawn, strict=True)
     ]
-    rows = trainer.logprobs(samples, temperature=1.0)
+    rows = logprob_rows(trainer, samples)
     return [
         ours - theirs
         for row, (_, logprobs) in zip(rows, drawn, strict=True)
@@ -191,13 +178,79 @@ def test_twin_runs_have_identical_curves(runtime, tmp_path, policy):
     assert curves[0] == curves[1]
 
 
+def mixture_of_experts(folder: Path) -> None:
+    """Turn a policy into one with four experts in each layer, of which a token asks two."""
+    from transformers import LlamaConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    dense = LlamaConfig.from_pretrained(folder)
+    torch.manual_seed(17)
+    shape = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    shape |= {"head_dim": 64, "moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
+    tokens = {name: getattr(dense, name) for name in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")}
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(max_position_embeddings=96, **shape, **tokens)).save_pretrained(folder)
+
+
+HOST, EXPERTS = "an engine of two, ZeRO 3 with states on the host", "a mixture of experts"
+
+
+@pytest.fixture
+def runtime_of(variant: str, request: pytest.FixtureRequest, shared_ray: SharedRay) -> Iterator[RayRuntime]:
+    if variant == EXPERTS:  # of another shape: a new engine in the same workers
+        yield request.getfixturevalue("runtime")
+        return
+    trainer = TWO_RANKS.trainer.model_copy(update={"zero_stage": 3, "offload_optimizer": True})
+    sync = ALONE if variant == "adapters alone" else {}
+    sampler = TWO_RANKS.sampler.model_copy(update={"tensor_parallel": 2} | sync)
+    with closing(RayRuntime(TWO_RANKS.model_copy(update={"trainer": trainer, "sampler": sampler}))) as runtime:
+        yield runtime
+
+
+@pytest.mark.parametrize("variant", [EXPERTS, HOST, "adapters alone"])
+def test_after_an_update_the_sampler_says_what_the_trainer_says(tmp_path, policy, variant, runtime_of):
+    folder = tmp_path / "policy"
+    shutil.copytree(policy, folder)
+    if variant == EXPERTS:
+        mixture_of_experts(folder)
+    shop, inputs = shop_and_inputs(tmp_path, folder)
+    shop.runtime = runtime_of
+    terms = {"short": {"type": "function", "function": "tests.support.token_rewards:small_is_good"}}
+    settings = {"steps": 3, "prompts_per_step": 4, "samples_per_prompt": 2, "sampling": {"max_tokens": 6}}
+    settings |= {"advantage": {"type": "grpo"}, "optimizer": FAST, "rewards": {"terms": terms}, "kl": {"coef": 0.0}}
+    settings |= {"lora": LORA} if variant == "adapters alone" else {}
+    shop.run("ppo", PPOConfig.model_validate(settings), inputs)
+    moved = [values["ppo/policy/grad_norm"] for _, values in shop.tracker.points if "ppo/policy/grad_norm" in values]
+    assert len(moved) == 3 and min(moved) > 0
+    # As above: some tens of roundings. A step of 3e-3 moves log-probs by hundredths.
+    assert max(series(shop, "mismatch/log_q_max")) < 1e-4
+
+
 @pytest.fixture(scope="module")
-def alone() -> Iterator[RayRuntime]:
+def alone(shared_ray: SharedRay) -> Iterator[RayRuntime]:
     """Two engines that are sent the adapters of a policy without its other weights."""
-    sampler = CONFIG.sampler.model_copy(update=ALONE | {"engines": 2})
-    runtime = RayRuntime(CONFIG.model_copy(update={"sampler": sampler}))
-    yield runtime
-    runtime.close()
+    sampler = TWO_RANKS.sampler.model_copy(update=ALONE | {"engines": 2})
+    with closing(RayRuntime(TWO_RANKS.model_copy(update={"sampler": sampler}))) as runtime:
+        yield runtime
+
+
+def test_a_resumed_run_with_adapters_alone_repeats_the_whole_one(alone, tmp_path, policy):
+    terms = {"short": {"type": "function", "function": "tests.support.token_rewards:small_is_good"}}
+    settings = {"steps": 3, "prompts_per_step": 4, "samples_per_prompt": 2, "sampling": {"max_tokens": 6}}
+    settings |= {"advantage": {"type": "grpo"}, "optimizer": FAST, "rewards": {"terms": terms}}
+    settings |= {"kl": {"in": "loss", "coef": 0.1}, "lora": LORA}  # the reference is the policy without its adapters
+    config = PPOConfig.model_validate(settings | {"checkpoint_every": 1})
+    made = []
+    for name in ("whole", "resumed"):
+        (tmp_path / name).mkdir()
+        shop, inputs = shop_and_inputs(tmp_path / name, policy)
+        shop.runtime = alone
+        if name == "whole":
+            ref, _ = shop.run("ppo", config, inputs)
+            assert max(series(shop, "mismatch/log_q_max")) < 1e-4
+        else:
+            ref, step = stopped_and_resumed(shop, "ppo", config, inputs, at=2)
+            assert step == 2
+        made.append((ref.digest, untimed(shop.tracker.points)))
+    assert made[0] == made[1]
 
 
 def test_every_adapter_arrives_in_every_sampler_and_changes_nothing_that_was_sent(alone, policy):
@@ -224,71 +277,9 @@ def test_every_adapter_arrives_in_every_sampler_and_changes_nothing_that_was_sen
         assert {one.policy_version for one in sampler.generate(REQUESTS, SamplingConfig(max_tokens=2))} == {100}
         assert silent == []
         assert len(tensors) == 14  # A and B of the seven matrices of the layer
+        # Last: an error of one of several engines ends them all.
         head = {"base_model.model.lm_tail.lora_A.weight": torch.ones(8, 128)}
         with pytest.raises(
             SamplingError, match=r"lora_sync = 'adapter': vLLM has no adapters for 1 modules .*lm_tail; leave"
         ):
             sampler.load_weights(replace(sent(tensors | head), adapters=weights.adapters), version=101)
-
-
-def test_a_resumed_run_with_adapters_alone_repeats_the_whole_one(alone, tmp_path, policy):
-    terms = {"short": {"type": "function", "function": "tests.support.token_rewards:small_is_good"}}
-    settings = {"steps": 3, "prompts_per_step": 4, "samples_per_prompt": 2, "sampling": {"max_tokens": 6}}
-    settings |= {"advantage": {"type": "grpo"}, "optimizer": FAST, "rewards": {"terms": terms}}
-    settings |= {"kl": {"in": "loss", "coef": 0.1}, "lora": LORA}  # the reference is the policy without its adapters
-    config = PPOConfig.model_validate(settings | {"checkpoint_every": 1})
-    made = []
-    for name in ("whole", "resumed"):
-        (tmp_path / name).mkdir()
-        shop, inputs = shop_and_inputs(tmp_path / name, policy)
-        shop.runtime = alone
-        if name == "whole":
-            ref, _ = shop.run("ppo", config, inputs)
-            assert max(series(shop, "mismatch/log_q_max")) < 1e-4
-        else:
-            ref, step = stopped_and_resumed(shop, "ppo", config, inputs, at=2)
-            assert step == 2
-        made.append((ref.digest, untimed(shop.tracker.points)))
-    assert made[0] == made[1]
-
-
-def mixture_of_experts(folder: Path) -> None:
-    """Turn a policy into one with four experts in each layer, of which a token asks two."""
-    from transformers import LlamaConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    dense = LlamaConfig.from_pretrained(folder)
-    torch.manual_seed(17)
-    shape = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
-    shape |= {"head_dim": 64, "moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
-    tokens = {name: getattr(dense, name) for name in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")}
-    Qwen3MoeForCausalLM(Qwen3MoeConfig(max_position_embeddings=96, **shape, **tokens)).save_pretrained(folder)
-
-
-HOST, EXPERTS = "an engine of two, ZeRO 3 with states on the host", "a mixture of experts"
-
-
-@pytest.mark.parametrize("variant", [HOST, EXPERTS, "adapters alone"])
-def test_after_an_update_the_sampler_says_what_the_trainer_says(tmp_path, policy, variant):
-    folder = tmp_path / "policy"
-    shutil.copytree(policy, folder)
-    config = CONFIG
-    if variant == EXPERTS:
-        mixture_of_experts(folder)
-    else:
-        trainer = {"zero_stage": 3, "offload_optimizer": True}
-        parts = {"trainer": CONFIG.trainer.model_copy(update=trainer)}
-        sync = ALONE if variant == "adapters alone" else {}
-        parts["sampler"] = CONFIG.sampler.model_copy(update={"tensor_parallel": 2} | sync)
-        config = CONFIG.model_copy(update=parts)
-    shop, inputs = shop_and_inputs(tmp_path, folder)
-    shop.runtime = runtime = RayRuntime(config)
-    terms = {"short": {"type": "function", "function": "tests.support.token_rewards:small_is_good"}}
-    settings = {"steps": 3, "prompts_per_step": 4, "samples_per_prompt": 2, "sampling": {"max_tokens": 6}}
-    settings |= {"advantage": {"type": "grpo"}, "optimizer": FAST, "rewards": {"terms": terms}, "kl": {"coef": 0.0}}
-    settings |= {"lora": LORA} if variant == "adapters alone" else {}
-    shop.run("ppo", PPOConfig.model_validate(settings), inputs)
-    runtime.close()
-    moved = [values["ppo/policy/grad_norm"] for _, values in shop.tracker.points if "ppo/policy/grad_norm" in values]
-    assert len(moved) == 3 and min(moved) > 0
-    # As above: some tens of roundings. A step of 3e-3 moves log-probs by hundredths.
-    assert max(series(shop, "mismatch/log_q_max")) < 1e-4

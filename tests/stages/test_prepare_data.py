@@ -1,6 +1,7 @@
 """The stage as a whole, in a real store with a tiny model."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.config.data import ArithmeticWorld, Files, Filters, Source, SupportWorld, Use
-from rlhf_core.config.engines import InitModel, PretrainedModel
+from rlhf_core.config.models import InitModel, PretrainedModel
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.tables import (
     read_demonstrations,
@@ -142,6 +143,14 @@ def test_six_thumbs_on_six_prompts_are_feedback_beside_no_pairs(shop, tmp_path):
 def test_no_row_left_is_an_error_with_the_reasons(shop, tmp_path):
     with pytest.raises(DataError, match=r"no rows are left.*'prompt too long': 41"):
         prepare(shop, files_config(write_questions(tmp_path / "qa.jsonl"), max_prompt_tokens=4))
+
+
+def test_progress_has_the_rows_a_second_of_the_tokenizer(shop, tmp_path):
+    said: list[str] = []
+    config = files_config(write_questions(tmp_path / "qa.jsonl"))
+    shop.run("prepare_data", config, {}, progress=lambda done, total, message: said.append(message))
+    *_, last = (one for one in said if "a second" in one)
+    assert re.fullmatch(r"checking rows against the tokenizer: 41 of 41 rows, [\d,]+ a second", last)
 
 
 @pytest.mark.parametrize(

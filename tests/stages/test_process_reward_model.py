@@ -158,6 +158,7 @@ def test_a_model_whose_step_scores_moved_is_refused(trained, policy, tmp_path):
         shop.run("score", config, inputs)
 
 
+@pytest.mark.full
 def test_a_killed_run_ends_with_the_same_weights(trained, policy, tmp_path):
     whole = trained[0].store.path(trained[1]) / "model.safetensors"
     shop = Workshop(ArtifactStore(tmp_path / "store"))

@@ -10,7 +10,8 @@ from pydantic import ValidationError
 import stages.compare_reward_models
 import stages.reward_model
 from rlhf_core.config.data import Suite
-from rlhf_core.config.engines import LoraConfig, OptimizerConfig, TrainerConfig
+from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
+from rlhf_core.config.models import LoraConfig
 from rlhf_core.config.policy import LoopConfig
 from rlhf_core.data.tables import Preference
 from rlhf_core.errors import ConfigError, DataError
@@ -95,6 +96,7 @@ def test_single_answers_are_refused_before_any_model_is_loaded(tmp_path, policy)
         shop.run("reward_model", CONFIG, inputs)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=4)])
 def test_a_killed_run_ends_with_the_same_weights(tmp_path, policy, lora):
     weights, config = [], CONFIG.model_copy(update={"lora": lora})

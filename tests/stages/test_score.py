@@ -12,7 +12,7 @@ from rlhf_core.config.rewards import FunctionReward, RewardsConfig
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.shards import read_index, read_rollouts, write_generations, write_index
 from rlhf_core.errors import ArtifactError, ConfigError, RewardError
-from rlhf_core.interfaces import ModelSpec
+from rlhf_core.interfaces import ModelSpec, logprob_rows
 from rlhf_core.stage.decision import Decision
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import (
@@ -222,7 +222,7 @@ def test_a_policy_that_judges_is_asked_with_its_own_template(tmp_path):
             ids = chat.prompt_ids([Message("user", f"What is 12? {one.completion.text} 12?")])
             replies = [(*chat.tokenizer(text)["input_ids"], chat.eos_id) for text in ITS]
             samples = [TokenSample(ids + one, (0,) * len(ids) + (1,) * len(one)) for one in replies]
-            p, q = (math.exp(math.fsum(row)) for row in trainer.logprobs(samples, temperature=1.0))
+            p, q = (math.exp(math.fsum(row)) for row in logprob_rows(trainer, samples))
             expected.append((p * 2.0 - q) / (p + q))
     rewards = [one.reward for one in read_rollouts(shop.store.path(ref))]
     assert rewards == near(expected, of_model(SHAPE)) and len({round(reward, 6) for reward in rewards}) == 3

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from rlhf_core.data.shards import write_rollouts
+from rlhf_core.data.shards import write_index, write_rollouts
 from rlhf_core.data.tables import read_demonstrations, read_preferences, read_prompts
 from rlhf_core.errors import DataError
 from rlhf_core.store.artifacts import ArtifactStore
@@ -80,6 +80,62 @@ def test_a_length_penalty_can_turn_a_pair_around():
     (pair,), _ = make_pairs([group], Pairs(length_penalty=0.1), seed=0)  # 2 - 2 = 0 against 1.5 - 0.5 = 1
     assert pair.chosen.completion.text == "short"
     assert pair.margin == pytest.approx(1.0)
+
+
+def owned(**answers: list[tuple[str, float]]) -> tuple[list[Rollout], dict[int, str]]:
+    """The answers of several policies to one prompt, and whose each is."""
+    group = {name: [rollout("p", text, reward) for text, reward in given] for name, given in answers.items()}
+    return [one for given in group.values() for one in given], {
+        id(one): name for name, given in group.items() for one in given
+    }
+
+
+def pair_of(config: Pairs, **answers: list[tuple[str, float]]) -> tuple[str, str, float] | None:
+    group, owners = owned(**answers)
+    pairs, _ = make_pairs([group], config, owners, seed=0)
+    return (pairs[0].chosen.completion.text, pairs[0].rejected.completion.text, pairs[0].margin) if pairs else None
+
+
+def test_a_pair_across_policies_has_answers_of_two_policies():
+    across = Pairs(across="policies")
+    # The worst answer, "a" with 0, is also of `big`, whose "b" is the best.
+    assert pair_of(across, big=[("a", 0.0), ("b", 3.0)], small=[("c", 1.0), ("d", 2.0)]) == ("b", "c", 2.0)
+    assert pair_of(across, big=[("a", 0.0), ("b", 3.0)], small=[("b", 3.0)]) is None  # the same text is no pair
+    assert pair_of(across, big=[("a", 0.0), ("b", 3.0)]) is None
+
+
+def test_a_pair_across_policies_is_never_turned_against_the_reward():
+    config = Pairs(across="policies", rule="random")
+    for seed in range(20):
+        group, owners = owned(big=[("a", 0.0), ("b", 3.0)], small=[("c", 1.0), ("d", 2.0)])
+        ((pair,), _) = make_pairs([group], config, owners, seed=seed)
+        assert pair.margin > 0 and owners[id(pair.chosen)] != owners[id(pair.rejected)]
+
+
+def test_delta_learning_takes_each_side_from_its_policy_whatever_the_reward():
+    delta = Pairs(chosen="big", rejected="small")
+    assert pair_of(delta, big=[("a", 0.0), ("b", 1.0)], small=[("c", 2.0), ("d", 5.0)]) == ("b", "c", 0.0)
+    assert pair_of(delta, small=[("a", 1.0)], big=[("a", 1.0), ("b", 0.5)]) is None  # "a" is best, and of both
+    assert pair_of(delta, big=[("a", 0.0)], other=[("c", 2.0)]) is None
+
+
+def test_a_pool_is_all_answers_to_a_prompt(store, tmp_path):
+    given = {}
+    for name, reward in (("big", 1.0), ("small", 2.0)):
+        folder = tmp_path / name
+        write_rollouts(folder, 0, [rollout(f"p{number}", f"{name} {number}", reward) for number in range(4)])
+        write_index(folder, {"policy": name})
+        given[name] = store.external(RolloutsRef, folder)
+    shop = Workshop(store)
+    made, _ = shop.run("select", BestOfN(eval_fraction=0.0), {"pool": given})
+    best_answers = read_demonstrations(store.path(made) / "train.parquet")
+    assert [one.messages[-1].content for one in best_answers] == [f"small {number}" for number in range(4)]
+    made, _ = shop.run("select", Pairs(across="policies", eval_fraction=0.0), {"pool": given})
+    (first, *_) = read_preferences(store.path(made) / "train.parquet")
+    assert (first.chosen[0].content, first.rejected[0].content, first.margin) == ("small 0", "big 0", 1.0)
+    made, _ = shop.run("select", Pairs(chosen="big", rejected="small", eval_fraction=0.0), {"pool": given})
+    (first, *_) = read_preferences(store.path(made) / "train.parquet")
+    assert (first.chosen[0].content, first.rejected[0].content, first.margin) == ("big 0", "small 0", 0.0)
 
 
 def episode(text: str, reward: float, *, tokens: int) -> Rollout:

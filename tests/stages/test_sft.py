@@ -44,6 +44,7 @@ def test_answers_beyond_the_longest_length_are_counted():
     assert dropped_answers(rows, [cut, cut]) == 1 and dropped_answers(rows, [cut]) == 2
 
 
+@pytest.mark.full
 def test_a_killed_run_ends_with_the_same_bytes(tmp_path, policy):
     refs = []
     for name in ("whole", "killed"):

@@ -10,12 +10,16 @@ from pydantic import ValidationError
 
 from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.config.rewards import ChatServer as Server
-from rlhf_core.data.tables import read_demonstrations, read_prompts, write_prompts
-from rlhf_core.errors import ConfigError, RewardError
+from rlhf_core.data.chat import ChatTemplate
+from rlhf_core.data.shards import read_generations
+from rlhf_core.data.tables import read_demonstrations, read_preferences, read_prompts, write_prompts
+from rlhf_core.errors import ConfigError, DataError, RewardError
 from rlhf_core.store.artifacts import ArtifactStore
-from rlhf_core.types import DemonstrationsRef, Message, PolicyRef, Prompt, PromptsRef
+from rlhf_core.types import DemonstrationsRef, Message, PolicyRef, PreferencesRef, Prompt, PromptsRef
+from stages.config.score import ScoreConfig
+from stages.config.select import BestOfN
 from stages.config.synthesize import SynthesizeConfig
-from stages.synthesize import filtered, request
+from stages.synthesize import Reply, filtered, request
 from tests.support.chat_server import ChatServer
 from tests.support.training import killed_and_resumed
 from tests.support.workshop import Workshop
@@ -118,11 +122,44 @@ def test_a_policy_is_asked_in_shards_and_a_killed_run_ends_with_the_same_bytes(t
     assert killed_and_resumed(killed, "synthesize", config, inputs, at=2).digest == expected.digest
 
 
+def test_a_revised_reply_is_preferred_to_the_first(tmp_path, server):
+    shop, inputs = shop_and_inputs(tmp_path)
+    server.says = lambda asked: "First." if asked != "Revise." else f"Better {len(server.requests)}."
+    ref, _ = shop.run("synthesize", asking(server, make="pairs", turns=("Revise.",), eval_fraction=0.2), inputs)
+    assert isinstance(ref, PreferencesRef)
+    train, held = (read_preferences(shop.store.path(ref) / f"{split}.parquet") for split in ("train", "eval"))
+    assert {one.prompt[0].content for one in (*train, *held)} == {f"What is {i}?" for i in range(6)} and held
+    assert {(one.rejected[0].content, one.chosen[0].content[:6]) for one in (*train, *held)} == {("First.", "Better")}
+    server.says = lambda asked: "The same."
+    with pytest.raises(DataError, match=r"none of the 6 replies is kept \(repeated 6\)"):
+        shop.run("synthesize", asking(server, make="pairs", turns=("Again.",)), inputs)
+
+
+def test_replies_are_scored_and_selected_as_answers_of_a_policy(tmp_path, server, policy):
+    shop, inputs = shop_and_inputs(tmp_path)
+    server.says = lambda asked: "No." if len(server.requests) % 2 else "It is so."
+    inputs |= {"policy": shop.store.external(PolicyRef, policy)}
+    made, _ = shop.run("synthesize", asking(server, make="generations", samples_per_prompt=2), inputs)
+    chat = ChatTemplate.load(policy)
+    for one in read_generations(shop.store.path(made)):
+        assert one.prompt_ids == chat.prompt_ids(one.prompt.messages)
+        assert (
+            one.completion.token_ids[-1] == chat.eos_id and chat.decode(one.completion.token_ids) == one.completion.text
+        )
+    near_three = {"target": 3, "width": 9, "unit": "words"}
+    length = {"type": "function", "function": "rlhf_core.rewards.library.text:length_target", "arguments": near_three}
+    rewards = {"terms": {"length": length}}
+    scored, _ = shop.run("score", ScoreConfig(rewards=rewards), {"generations": made, "reward_models": {}})
+    best, _ = shop.run("select", BestOfN(eval_fraction=0.0), {"rollouts": scored})
+    rows = read_demonstrations(shop.store.path(best) / "train.parquet")
+    assert [one.messages[-1].content for one in rows] == ["It is so."] * 6
+
+
 def test_what_is_asked_keeps_placeholders_of_the_prompt_and_every_turn():
     tricky = Prompt("p", (Message("user", "{label} {x}"),), "L", "s")
     assert request("Ask {prompt} {label} {y}", tricky)[0].content == "Ask {label} {x} L {y}"
     assert request("", tricky) == tricky.messages
-    kept, counts = filtered(SynthesizeConfig(), [tricky], {("p", 0): ("  ", False)})
+    kept, counts = filtered(SynthesizeConfig(), [tricky], {("p", 0): Reply("  ", False)})
     assert not kept and counts["too_short"] == 1
 
 
@@ -131,6 +168,7 @@ def test_what_is_asked_keeps_placeholders_of_the_prompt_and_every_turn():
     [
         ({"turns": ("Shorter.", "")}, "at least 1 character"),
         ({"make": "prompts"}, r'template = "": replies to a prompt are no prompts'),
+        ({"make": "pairs"}, r'turns = \[\]: make = "pairs" prefers the last reply to the first'),
         ({"template": "Ask"}, r"template: must hold \{prompt\}"),
         ({"pattern": "("}, r"pattern = '\(': is no regular expression"),
         ({"pattern": "(a)(b)"}, r"has 2 groups; write one"),

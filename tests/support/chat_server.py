@@ -11,8 +11,9 @@ class ChatServer:
     """A chat server that answers with what `says` makes of the question; a number is a status."""
 
     def __init__(self) -> None:
-        self.says: Callable[[str], str | int] = lambda asked: "Score: 5"
+        self.says: Callable[[str], str | int | None] = lambda asked: "Score: 5"
         self.ends: Callable[[str], str] = lambda asked: "stop"
+        self.headers: dict[str, str] = {}
         self.models = [{"id": "served"}]
         self.requests: list[dict[str, Any]] = []
         self.tokens: list[str | None] = []
@@ -40,6 +41,8 @@ class ChatServer:
                     else json.dumps(answer).encode()
                 )
                 self.send_response(said if isinstance(said, int) else 200)
+                for header, value in endpoint.headers.items():
+                    self.send_header(header, value)
                 self.send_header("Content-Length", str(len(content)))
                 self.end_headers()
                 self.wfile.write(content)

@@ -14,6 +14,7 @@ import pytest
 from tests.support.forks import soon
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "ip", "nsenter", "unshare")
+# A job gets one CPU, 500 MB and no GPU of a node unless it asks for more, as on many clusters. GPUs are files that exist.
 # `cred_expire` is also the pause before a job that was put back into the queue starts again; 120 s otherwise.
 CONFIGURATION = """
 ClusterName=rlhf
@@ -33,12 +34,14 @@ ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SchedulerType=sched/backfill
 SelectType=select/cons_tres
-SelectTypeParameters=CR_CPU
+SelectTypeParameters=CR_CPU_Memory
+DefMemPerCPU=500
+GresTypes=gpu
 JobAcctGatherType=jobacct_gather/none
 ReturnToService=2
 MailProg=/bin/true
-NodeName=HEAD NodeAddr=10.77.0.1 Port=16821 CPUs=1 RealMemory=4000 State=UNKNOWN
-NodeName=OTHER NodeAddr=10.77.0.2 Port=16822 CPUs=1 RealMemory=4000 State=UNKNOWN
+NodeName=HEAD NodeAddr=10.77.0.1 Port=16821 CPUs=2 RealMemory=4000 Gres=gpu:2 State=UNKNOWN
+NodeName=OTHER NodeAddr=10.77.0.2 Port=16822 CPUs=2 RealMemory=4000 Gres=gpu:2 State=UNKNOWN
 PartitionName=main Nodes=HEAD,OTHER Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO
 """
 
@@ -93,6 +96,9 @@ class Slurm:
             (scratch / name).mkdir(parents=True)
         text = CONFIGURATION.replace("SCRATCH", str(scratch)).replace("HEAD", self.nodes[0])
         (scratch / "slurm.conf").write_text(text.replace("OTHER", self.nodes[1]))
+        (scratch / "gres.conf").write_text(f"NodeName={','.join(self.nodes)} Name=gpu File={scratch}/gpu[0-1]\n")
+        for number in range(2):
+            (scratch / f"gpu{number}").touch()
         key = scratch / "munge.key"
         key.touch(mode=0o600)
         key.write_bytes(os.urandom(1024))

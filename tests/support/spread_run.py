@@ -3,8 +3,10 @@
 Usage: `python -m tests.support.spread_run PROFILE STORE [KEY=VALUE ...]`.
 """
 
+import functools
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -78,6 +80,9 @@ def main(profile: str, place: str, *overrides: str) -> None:
     store = ArtifactStore(store_root(place))
     store.create()
     ray_runtime.reserve = spread  # type: ignore[assignment]
+    if os.environ.get("RAY_ADDRESS"):
+        # Ray looks for its node among the processes that it sees, which here are those of all nodes.
+        ray.init = functools.partial(ray.init, _node_ip_address=os.environ["NODE_ADDRESS"])
     runtime, listener = LazyRuntime(config.runtime), Telling()
     telling_what_is_kept(lambda: listener.label)
     try:

@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from rlhf_core.config.engines import InitModel
+from rlhf_core.config.models import InitModel
 from rlhf_core.types import Column
 
 UNIT_ROUNDOFF = 2.0**-24

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipelines.execution.gates import numbers
-from rlhf_core.config.engines import HFSamplerConfig, InitModel, RuntimeConfig, TrainerConfig
+from rlhf_core.config.engines import TrainerConfig
+from rlhf_core.config.models import InitModel
 from rlhf_core.config.monitors import is_named
+from rlhf_core.config.runtime import HFSamplerConfig, RuntimeConfig, VllmSamplerConfig
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.runtime.local_runtime import LocalRuntime
 from rlhf_core.schema.base import Config
@@ -21,6 +23,14 @@ from rlhf_core.types import ArtifactRef, Completion, FinishReason, Generation, M
 from stages.table import STAGES, numbers_of
 
 RUNTIME = RuntimeConfig(type="local", trainer=TrainerConfig(engine="torch"), sampler=HFSamplerConfig())
+TWO_RANKS = RuntimeConfig(
+    train_workers=2,
+    cpu_threads=1,
+    worker_timeout_s=400,
+    trainer=TrainerConfig(engine="deepspeed", zero_stage=2, micro_batch=2),
+    sampler=VllmSamplerConfig(max_model_len=96, kv_cache_gib=0.25),
+)
+"""Real engines on Ray, of a runtime that tests share (`tests/support/sharing.py`)."""
 SHAPE = InitModel(vocab_size=320, hidden_size=32, layers=1, heads=2, kv_heads=2, intermediate_size=64, max_positions=64)
 
 

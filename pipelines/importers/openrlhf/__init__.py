@@ -1,5 +1,5 @@
-"""Translate OpenRLHF command lines (0.6 to 0.11) to a profile: `rlhf import-openrlhf SCRIPT`.
+"""The former name of `rlhf_contrib.openrlhf`."""
 
-scanner, syntax, conditions, expansion, shell -> the commands of a script, arguments -> their flags, rules -> the profile
-and the outcome of each flag, toml -> text.
-"""
+from rlhf_core.moved import moved
+
+moved(__name__, "rlhf_contrib.openrlhf")

@@ -8,7 +8,7 @@ METHODS = methods_in(
     __path__,
     AdvantageMethod,
     first=(
-        "gae", "reinforce++", "reinforce++-baseline", "rloo", "grpo", "dr_grpo", "opo", "remax", "maxrl", "pass@k", "custom",
+        "gae", "reinforce++", "reinforce++-baseline", "rloo", "grpo", "dr_grpo", "opo", "remax", "maxrl", "pass@k", "flash_reinforce", "custom",
     ),
 )  # fmt: skip
 """Every estimator in the files of this folder, in the order in which forms list them; one that is not named above comes last."""

@@ -67,6 +67,28 @@ class ReinforcePPBaselineAdvantage(GroupAdvantage):
         return group_centered(groups.rewards)
 
 
+class FlashReinforceAdvantage(GroupAdvantage):
+    """FlashREINFORCE: the distance to the mean reward of the step, for one answer to each prompt or more.
+
+    Formula: r - mean(r of the step).
+    Reference: FlashREINFORCE, 2026, as in OpenRLHF 0.11.2.
+
+    The method's other parts are `[ppo.correction] level = "sequence", mode = "mask", gate = "kl"`, and `[ppo.loss]
+    aggregation = "seq_mean_token_mean"`, with one optimizer step for each step.
+    """
+
+    type: Literal["flash_reinforce"] = "flash_reinforce"
+
+    @property
+    def least_group(self) -> int:
+        """One, since the baseline is of all prompts."""
+        return 1
+
+    def compare(self, groups: GroupRewards) -> Tensor:
+        offset_PG = groups.rewards - groups.rewards[0, 0]  # as in `group_centered`: equal rewards give exactly 0
+        return offset_PG - offset_PG.mean()
+
+
 class RLOOAdvantage(GroupAdvantage):
     """REINFORCE leave-one-out.
 

@@ -2,12 +2,18 @@
 
 # Shape legend: B rows of a batch, L positions. Tensors are [B, L] unless noted.
 
-from typing import Literal, TypeAlias, assert_never
+from typing import Literal
 
 from pydantic import Field
 
 from rlhf_core.algorithms.policy.clip import Aggregation, PolicyBatch, PolicyMethod, policy_output
-from rlhf_core.algorithms.token_math import LossOutput, Tensor, at_least_fp32, check_terms, masked
+from rlhf_core.algorithms.token_math import (
+    Divergence,
+    LossOutput,
+    binary_divergence,
+    check_terms,
+    masked,
+)
 from rlhf_core.schema.base import CustomFunction
 
 
@@ -58,12 +64,6 @@ class SAPOLoss(PolicyMethod):
         return policy_output(
             gate_BL * advantages_BL, log_ratio_BL, ratio_BL, never_BL, batch, aggregation=self.aggregation
         )
-
-
-Divergence: TypeAlias = Literal["tv", "kl"]
-
-LEAST = 2.0**-126
-"""The smallest normal number of fp32."""
 
 
 class DPPOLoss(PolicyMethod):
@@ -126,21 +126,3 @@ class CustomPolicyLoss(CustomFunction, PolicyMethod):
         never_BL = ratio_BL.new_zeros(ratio_BL.shape)
         objective_BL = -masked(terms_BL, batch.loss_mask)
         return policy_output(objective_BL, log_ratio_BL, ratio_BL, never_BL, batch, aggregation=self.aggregation)
-
-
-def binary_divergence(logprobs_BL: Tensor, old_logprobs_BL: Tensor, *, divergence: Divergence) -> Tensor:
-    """Return the divergence of "this token or another one" under pi and pi_old, detached, elementwise.
-
-    With p = pi and q = pi_old of the sampled token: `tv` is |p - q|, `kl` is q log(q / p) + (1 - q) log((1 - q) / (1 - p)).
-    """
-    log_p_BL, log_q_BL = at_least_fp32(logprobs_BL.detach()), at_least_fp32(old_logprobs_BL.detach())
-    p_BL, q_BL = log_p_BL.exp(), log_q_BL.exp()
-    match divergence:
-        case "tv":
-            return (p_BL - q_BL).abs()
-        case "kl":
-            # 1 - p by expm1, kept above 0: a token that is certain to 24 bits has no other one beside it.
-            rest_p_BL, rest_q_BL = (-x_BL.expm1().clamp(max=-LEAST) for x_BL in (log_p_BL, log_q_BL))
-            return q_BL * (log_q_BL - log_p_BL) + rest_q_BL * (rest_q_BL.log() - rest_p_BL.log())
-        case _:
-            assert_never(divergence)

@@ -8,15 +8,18 @@ import json
 import re
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 from rlhf_core.errors import ConfigError, DataError, explain
+from rlhf_core.rewards.batches import NoReward
+from rlhf_core.rewards.library.fences import Fence, fences, last_fence
 from rlhf_core.rewards.library.labels import against_labels
 from rlhf_core.rewards.sandbox.fusion import SandboxFusion
 from rlhf_core.rewards.sandbox.local import (
+    WALL_TIMES,
     Assertions,
     InputOutput,
     Limits,
@@ -27,7 +30,7 @@ from rlhf_core.rewards.sandbox.local import (
 )
 from rlhf_core.rewards.sandbox.rewriting import catches_assertions
 
-_FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
+_PYTHON = re.compile(r"i?py(thon)?\d*")
 
 
 def code_reward(
@@ -43,24 +46,29 @@ def code_reward(
     sandbox_url: str = "",
     sandbox_headers: Mapping[str, str] = {},  # never changed
     **columns: Any,
-) -> list[float | None]:
+) -> list[float | NoReward | None]:
     """Return 1.0 where the answer's program passes all tests of the label, else 0.0; `share`: the part that it passes.
 
-    The program is the last Python code fence of the answer, or all of it. The label is `{"inputs": [...], "outputs":
-    [...]}` for standard input and output, `{"tests": ["assert ...", ...]}`, or plain Python: `assert` lines are one test
-    each, anything else is one test. None without a label; DataError for one whose tests any program would pass. A program
-    that hits a limit has failed: that is the program's doing, not the reward's. `sandbox_url` is a SandboxFusion server
+    The program is the last Python code fence of the answer, the last other one with a program, or all of it. The label is
+    `{"inputs": [...], "outputs": [...]}` for standard input and output, `{"tests": ["assert ...", ...]}`, or plain Python:
+    `assert` lines are one test each, anything else is one test. None without a label; DataError for one whose tests any program would pass. A program
+    that hits a limit has failed; `timeout_s` is CPU time. One that takes five times that in wall time, twice, has no reward: it
+    waits, or the machine is busy. `sandbox_url` is a SandboxFusion server
     that runs the programs in place of this machine: RewardError where it gives no result.
     """
     if score not in ("all", "share"):
         raise ConfigError(explain("score", score, 'must be "all" or "share"', "use one of them"))
     limits = Limits(timeout_s=timeout_s, memory_mb=memory_mb)
 
-    def judge(text: str, label: str) -> float:
+    def judge(text: str, label: str) -> float | NoReward:
         tests = read_tests(label)
         if not sandbox_url:
             _check_imports(tests, label)
         verdict = run_tests(read_program(text), tests, limits=limits, run=run)
+        if verdict.outcome == "stalled" or (score == "share" and not verdict.complete):
+            return NoReward(
+                f"the program took longer than {WALL_TIMES * timeout_s:g} s, and less CPU time than timeout_s"
+            )
         return verdict.share if score == "share" else float(verdict.outcome == "passed")
 
     with _sandbox(sandbox_url, sandbox_headers, allow_network) as run, ThreadPoolExecutor(workers) as pool:
@@ -71,13 +79,29 @@ def code_reward(
 
 
 def read_program(text: str) -> str:
-    r"""Return the last Python code fence of `text`, else all of it.
+    r"""Return the last Python code fence of `text`, else the last other one with a program, else all of it.
 
     >>> read_program("So:\n```python\nprint(1)\n```")
     'print(1)\n'
     """
-    fences = _FENCED.findall(text)
-    return str(fences[-1]) if fences else text
+    found = fences(text)
+    choices: list[Callable[[Fence], bool]] = [
+        lambda one: bool(_PYTHON.fullmatch(one.language)),
+        lambda one: not one.language and _is_program(one.content),  # the last one may be its output
+        lambda one: _is_program(one.content),
+        lambda one: not one.language,
+    ]
+    contents = (last_fence(found, accepts) for accepts in choices)
+    return next((one for one in contents if one is not None), text)
+
+
+def _is_program(text: str) -> bool:
+    """True for Python that does something: a value alone is the output of a program."""
+    try:
+        body = ast.parse(text).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return any(not isinstance(one, ast.Expr) or isinstance(one.value, ast.Call) for one in body)
 
 
 def read_tests(label: str) -> list[InputOutput | Assertions]:

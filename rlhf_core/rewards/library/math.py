@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import signal
 import threading
@@ -12,7 +11,8 @@ from types import FrameType
 from typing import Any
 
 from rlhf_core.errors import RewardError, explain
-from rlhf_core.rewards.library.labels import against_labels, needed
+from rlhf_core.rewards.library.labels import against_labels, expected_texts, needed
+from rlhf_core.text import fold
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +27,8 @@ def math_reward(
 ) -> list[float | None]:
     r"""Return 1.0 where the answer's final expression equals the label's, else 0.0.
 
-    The label is LaTeX or plain, in `\boxed{}` or `$...$` or bare. None where there is no label, where it is a JSON object or
-    cannot be read as mathematics, and where reading or comparing takes longer than `timeout_s` (a comparison that never
+    The label is LaTeX or plain, in `\boxed{}` or `$...$` or bare. None where there is no label, where it is a table or a list of
+    texts or cannot be read as mathematics, and where reading or comparing takes longer than `timeout_s` (a comparison that never
     ends inside one C call ends with the process's own deadline). RewardError outside the main thread: the deadline is a
     signal.
     """
@@ -56,21 +56,14 @@ class _Expired(BaseException):
 
 
 def _read_label(label: str, parse: Callable[..., list[Any]]) -> list[Any]:
-    if _is_object(label):
-        return []
-    marked = "\\boxed" in label or "$" in label
-    return parse(label if marked else f"\\boxed{{{label.strip()}}}", parsing_timeout=None)
-
-
-def _is_object(label: str) -> bool:
-    try:
-        return isinstance(json.loads(label), dict)
-    except (ValueError, RecursionError):
-        return False
+    for text in expected_texts(label)[-1:]:
+        marked = "\\boxed" in text or "$" in text
+        return parse(fold(text) if marked else f"\\boxed{{{fold(text).strip()}}}", parsing_timeout=None)
+    return []
 
 
 def _equal(expected: list[Any], text: str, math_verify: Any) -> bool:
-    return bool(math_verify.verify(expected, math_verify.parse(text, parsing_timeout=None), timeout_seconds=None))
+    return bool(math_verify.verify(expected, math_verify.parse(fold(text), parsing_timeout=None), timeout_seconds=None))
 
 
 @contextmanager

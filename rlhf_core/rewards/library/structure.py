@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlhf_core.errors import ConfigError, DataError, explain
+from rlhf_core.rewards.library.fences import fences, last_fence
 from rlhf_core.rewards.library.labels import against_labels, needed
 
-_FENCED = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL)
+_JSON = re.compile(r"jsonc?|application")
 
 
 def think_format(
@@ -86,8 +87,10 @@ def _schema_of(label: str) -> Any:
 
 def _read_json(text: str) -> tuple[Any] | None:
     """The value in a tuple, for it may be null; None if there is no JSON."""
-    fences = _FENCED.findall(text)
+    found = fences(text)
+    named = last_fence(found, lambda one: bool(_JSON.fullmatch(one.language)))
+    content = last_fence(found, lambda one: not one.language) if named is None else named
     try:
-        return (json.loads(fences[-1] if fences else text),)
+        return (json.loads(text if content is None else content),)
     except (ValueError, RecursionError):
         return None

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from rlhf_core.errors import ConfigError, RewardError, explain
-from rlhf_core.rewards.library.labels import against_labels
+from rlhf_core.rewards.library.labels import against_labels, expected_texts, normalized
 from rlhf_core.rewards.shaping import soft_overlong
 
 Unit = Literal["tokens", "words", "characters"]
@@ -21,15 +21,11 @@ def exact_match(
     ignore_case: bool = True,
     **columns: Any,
 ) -> list[float | None]:
-    """Return 1.0 where the answer is the label, white space and a final period aside; None for no label, or only periods."""
-
-    def normalised(text: str) -> str:
-        text = " ".join(text.split()).rstrip(".")
-        return text.casefold() if ignore_case else text
+    """Return 1.0 where the answer is the label in any spelling; None for no label, only periods, a table or a list of texts."""
 
     def judge(text: str, label: str) -> float | None:
-        expected = normalised(label)
-        return float(normalised(text) == expected) if expected else None
+        expected = {normalized(one, ignore_case=ignore_case) for one in expected_texts(label)} - {""}
+        return float(normalized(text, ignore_case=ignore_case) in expected) if expected else None
 
     return against_labels(completions, labels, judge)
 

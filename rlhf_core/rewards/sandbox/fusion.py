@@ -73,6 +73,7 @@ class SandboxFusion:
                 again=lambda error: isinstance(error, _NoResult) and not error.final,
                 first_s=FIRST_PAUSE_S,
                 longest_s=LONGEST_PAUSE_S,
+                least=lambda error: error.after_s if isinstance(error, _NoResult) else 0.0,
             )
         except _NoResult as none:
             remedy = "see the server's log, or start it"
@@ -80,7 +81,7 @@ class SandboxFusion:
 
     def _ask(self, body: Mapping[str, Any], timeout_s: float) -> Any:
         try:
-            status, answer = post(self._client, self._url, body, timeout_s=timeout_s)
+            answer = post(self._client, self._url, body, timeout_s=timeout_s)
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.RemoteProtocolError) as error:
             raise _NoResult(f"cannot be reached: {error!r}") from None
         except httpx.TimeoutException:
@@ -89,22 +90,22 @@ class SandboxFusion:
             raise _NoResult(str(error), final=True) from None
         except httpx.HTTPError as error:
             raise _NoResult(f"cannot be reached: {error!r}") from None
-        if status == 200:
-            return _read(answer)
-        said = shown_body(answer, 200)
-        if status in REFUSED_FOR_GOOD:
-            rule = f"returned status {status}: {said}"
+        if answer.status == 200:
+            return _read(answer.content)
+        rule = f"returned status {answer.status}: {shown_body(answer.content, 200)}"
+        if answer.status in REFUSED_FOR_GOOD:
             remedy = "give the address of a SandboxFusion server, and sandbox_headers if it requires a key"
             raise ConfigError("sandbox_url", shown(self._url), rule, remedy)
-        raise _NoResult(f"returned status {status}: {said}")
+        raise _NoResult(rule, after_s=answer.after_s)
 
 
 class _NoResult(Exception):
     """The server did not report how the program ended. `final`: a retry would not help."""
 
-    def __init__(self, reason: str, *, final: bool = False) -> None:
+    def __init__(self, reason: str, *, final: bool = False, after_s: float = 0.0) -> None:
         super().__init__(reason)
-        self.final = final
+        self.final = final or after_s > QUEUE_S
+        self.after_s = after_s
 
 
 def _read(answer: bytes) -> Any:

@@ -22,12 +22,19 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 NOBODY = 65534  # the user without rights, by convention
 LOOKS_EVERY_S = 0.02
 """Between two looks at the memory of all processes together."""
+START = """import builtins as b, sys as s, _sitebuiltins as q
+b.exit, b.quit, s.argv = q.Quitter("exit", ""), q.Quitter("quit", ""), ["main.py"]
+del b, s, q
+__file__ = "main.py"
+exec(compile(open(__file__, "rb").read(), __file__, "exec"))"""
+"""Runs the program with `exit` and `quit`, which Python defines in its module `site`: that would show installed packages."""
 DEVICES = ("null", "zero", "random", "urandom")
 
 CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER = 0x20000, 0x8000000, 0x10000000
@@ -146,8 +153,8 @@ def run(spec: Spec) -> dict[str, Any]:
 
 
 def watch(pid: int, out: int, err: int, spec: Spec) -> tuple[str, dict[int, bytes]]:
-    """Return why the watching ended (finished, timeout, memory, output) and the output until then."""
-    deadline = time.monotonic() + spec["timeout_s"]
+    """Return why the watching ended (finished, timeout, stalled, memory, output) and the output until then."""
+    deadline = time.monotonic() + spec["wall_s"]
     taken = {out: b"", err: b""}
     ended = os.pidfd_open(pid)
     with selectors.DefaultSelector() as selector:
@@ -168,7 +175,9 @@ def watch(pid: int, out: int, err: int, spec: Spec) -> tuple[str, dict[int, byte
                     return "output", taken
             if spec["mode"] != "none" and used_bytes() > spec["memory_bytes"]:
                 return "memory", taken
-    return "timeout", taken
+            if used_seconds(spec["mode"]) > spec["timeout_s"]:
+                return "timeout", taken
+    return "stalled", taken
 
 
 def finish(pid: int, mode: str) -> int:
@@ -204,6 +213,25 @@ def used_bytes() -> int:
             shared |= {link: PIPE_BYTES for link in links if link.startswith("pipe:")}
             sockets = int((place / "net/sockstat").read_text(encoding="utf-8").split()[2])  # of their network namespace
     return own * resource.getpagesize() + sum(shared.values()) + sockets * SOCKET_BYTES
+
+
+def used_seconds(mode: str) -> float:
+    """The CPU time of the program and of all that it started, except of children that nobody waited for."""
+    ticks = 0
+    for folder in Path("/proc").glob("[0-9]*") if mode != "none" else descendants("self"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            fields = (folder / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+            ticks += sum(int(field) for field in fields[11:15])  # utime, stime, cutime, cstime of proc_pid_stat(5)
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def descendants(pid: str) -> Iterator[Path]:
+    """Yield the /proc folders of all processes that descend from one."""
+    for listed in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for child in listed.read_text(encoding="utf-8").split():
+                yield Path("/proc") / child
+                yield from descendants(child)
 
 
 def sizes(process: Path) -> tuple[Path, list[int]]:
@@ -257,7 +285,7 @@ def become_the_program(spec: Spec, given: int, out: int, err: int, trouble: int)
         set_limits(spec)
         deny_system_calls()
         environment = {"PATH": "/usr/bin:/bin", "HOME": str(work), "TMPDIR": str(work), "LANG": "C.UTF-8"}
-        os.execve(spec["python"], [spec["python"], "-I", "-S", "-B", "main.py"], environment)
+        os.execve(spec["python"], [spec["python"], "-I", "-S", "-B", "-c", START, "main.py"], environment)
     except BaseException as error:
         os.write(trouble, repr(error).encode()[:4096])
     finally:
@@ -365,7 +393,7 @@ def deny_system_calls() -> None:
 
 
 def set_limits(spec: Spec) -> None:
-    """Set the limits of each process; of all together are those on memory, time and output, which `watch` keeps."""
+    """Set the limits of each process; of all together are those on memory, CPU time and output, which `watch` keeps."""
     seconds = int(spec["timeout_s"]) + 1
     for limit, soft, hard in (
         (resource.RLIMIT_CPU, seconds, seconds + 1),

@@ -27,6 +27,9 @@ from rlhf_core.errors import ConfigError, RewardError
 from rlhf_core.rewards.sandbox.outside_judge import driver, judged_outside
 from rlhf_core.types import encodable
 
+WALL_TIMES = 5
+"""Limit on wall time, in CPU limits: a busy machine runs a program late, and one that only waits must end, too."""
+TRIES = 2  # of a program that reached the limit on wall time
 GRACE_S = 10.0
 """For starting and ending a sandbox, beyond the program's own time."""
 LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/etc/localtime", "/usr/share/zoneinfo")
@@ -39,12 +42,12 @@ LAUNCHER = Path(__file__).with_name("launcher.py")
 MEGABYTE = 2**20  # bytes
 
 Mode = Literal["user", "root", "none"]
-Outcome = Literal["passed", "failed", "error", "timeout", "memory", "output"]
+Outcome = Literal["passed", "failed", "error", "timeout", "stalled", "memory", "output"]
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one run. `memory_mb` holds for each process, and for all of them together."""
+    """Limits of one run. `timeout_s` is CPU time of all processes together; `memory_mb` holds for each, and for all together."""
 
     timeout_s: float = 5.0
     memory_mb: int = 512
@@ -56,9 +59,12 @@ class Limits:
 
 @dataclass(frozen=True)
 class Execution:
-    """How a run ended: `finished` with exit status 0, `error` with another, or cut off by a limit."""
+    """How a run ended: `finished` with exit status 0, `error` with another, or cut off by a limit.
 
-    outcome: Literal["finished", "error", "timeout", "memory", "output"]
+    `stalled` is no result: the program needed five times its CPU limit in wall time, since it waits or the machine is busy.
+    """
+
+    outcome: Literal["finished", "error", "timeout", "stalled", "memory", "output"]
     status: int
     stdout: str
     stderr: str
@@ -94,11 +100,15 @@ class Assertions:
 
 @dataclass(frozen=True)
 class SandboxVerdict:
-    """The share of tests that passed; `outcome` and `detail` are those of the first that did not."""
+    """The share of tests that passed; `outcome` and `detail` are those of the first that did not.
+
+    Not `complete` if a test gave no result (`stalled`).
+    """
 
     outcome: Outcome
     share: float
     detail: str
+    complete: bool = True
 
 
 @dataclass(frozen=True)
@@ -118,7 +128,10 @@ def run_program(program: str, stdin: str = "", *, limits: Limits, allow_network:
     isolation = find_isolation(allow_network)
     if encodable(program) != program:
         return HALF_PAIR
-    answer = _launch(isolation, program, encodable(stdin), limits)
+    for _ in range(TRIES):
+        answer = _launch(isolation, program, encodable(stdin), limits)
+        if answer["outcome"] != "stalled":
+            break
     if answer["outcome"] == "refused":
         raise RewardError("sandbox", isolation.mode, answer["detail"], "find out why the program was not started")
     outcome = answer["outcome"]
@@ -134,16 +147,16 @@ def run_tests(
 
     `run` is who runs them: this machine's sandbox, or a server (`fusion`).
     """
-    passed, first_failure = 0, SandboxVerdict("passed", 1.0, "")
+    passed, outcome, first_failure = 0, "passed", SandboxVerdict("passed", 1.0, "")
     for test in tests:
         outcome, detail = _run_test(program, test, limits=limits, run=run)
         if outcome == "passed":
             passed += 1
         elif first_failure.outcome == "passed":
             first_failure = SandboxVerdict(outcome, 0.0, detail)
-        if outcome in ("timeout", "memory", "output"):
+        if outcome in ("timeout", "stalled", "memory", "output"):
             break
-    return SandboxVerdict(first_failure.outcome, passed / len(tests), first_failure.detail)
+    return SandboxVerdict(first_failure.outcome, passed / len(tests), first_failure.detail, outcome != "stalled")
 
 
 @lru_cache(maxsize=2)
@@ -200,6 +213,7 @@ def _launch(isolation: Isolation, program: str, stdin: str, limits: Limits) -> d
             "work": str(work),
             "visible": [path for path in (*LIBRARIES, *_parts(isolation.python)) if os.path.lexists(path)],
             "timeout_s": limits.timeout_s,
+            "wall_s": limits.timeout_s * WALL_TIMES,
             "memory_bytes": limits.memory_mb * MEGABYTE,
             "processes": limits.processes,
             "file_bytes": limits.file_mb * MEGABYTE,
@@ -215,7 +229,7 @@ def _launch(isolation: Isolation, program: str, stdin: str, limits: Limits) -> d
             start_new_session=True,
         )
         try:
-            return _converse(process, spec, deadline_s=limits.timeout_s + GRACE_S)
+            return _converse(process, spec, deadline_s=limits.timeout_s * WALL_TIMES + GRACE_S)
         finally:
             _end(process)
 

@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.processes.identity import is_loopback
+from rlhf_core.schema.hosts import is_host
 from rlhf_core.secrets.redaction import shown
 from rlhf_core.store.places import Conflict, Unreachable, Versioned
 
@@ -65,13 +66,18 @@ class Bucket:
 
 def check_address(uri: str) -> None:
     """Raise ConfigError for an address that is not `s3://bucket/folder`, `gs://` or `az://`, or that has two spellings."""
-    if uri.partition("://")[0] not in SCHEMES or not urlsplit(uri).netloc:
+    bucket, *folders = uri.rstrip("/").partition("://")[2].split("/")
+    if uri.partition("://")[0] not in SCHEMES or not bucket:
         rule = f"is no bucket; known are {', '.join(f'{scheme}://' for scheme in SCHEMES)}"
         raise ConfigError("store", uri, rule, "write s3://BUCKET/FOLDER")
-    bucket, *folders = uri.rstrip("/").partition("://")[2].split("/")
+    if not re.fullmatch(r"[\x21-\x7e]+", bucket) or "[" in bucket or len(bucket) > _LONGEST_FOLDER:
+        rule = "has a bucket that is no name of one: letters, digits, '.', '-' and '_'"
+        raise ConfigError("store", uri, rule, "write s3://BUCKET/FOLDER")
     if "@" in bucket:
         rule = "has credentials, which belong into the environment"
         raise ConfigError("store", f"...@{uri.rpartition('@')[2]}", rule, "write s3://BUCKET/FOLDER")
+    if not uri.isprintable():
+        raise ConfigError("store", uri, "has signs that do not print", "write s3://BUCKET/FOLDER")
     if found := next((sign for sign in _NOT_IN_ADDRESSES if sign in uri.partition("://")[2]), ""):
         rule = f"has {found!r}, so it may mean another bucket or folder than it names"
         raise ConfigError("store", uri, rule, "write s3://BUCKET/FOLDER")
@@ -83,6 +89,7 @@ def check_address(uri: str) -> None:
 def open_bucket(uri: str) -> Bucket:
     """Return the client of the bucket that `s3://bucket/folder`, `gs://` or `az://` names. Raises ConfigError without obstore."""
     try:
+        from obstore.exceptions import BaseError
         from obstore.store import from_url
     except ImportError:
         remedy = "pip install 'rlhf-lifecycle[s3]'"
@@ -94,7 +101,12 @@ def open_bucket(uri: str) -> Bucket:
     local = bool(host) and is_loopback(host)
     asked = "AWS_ALLOW_HTTP" in os.environ and os.environ["AWS_ALLOW_HTTP"].lower() in ("1", "true")
     options: Any = {"allow_http": True} if local or asked else {}
-    return Bucket(uri, from_url(uri, client_options=options))
+    try:
+        return Bucket(uri, from_url(uri, client_options=options))
+    except (BaseError, ValueError) as error:  # variables that are missing, or a name that no bucket can have
+        rule = f"cannot be opened ({str(error).splitlines()[0]})"
+        remedy = "correct it, or set the variables of its provider, for az:// AZURE_STORAGE_ACCOUNT_NAME"
+        raise ConfigError("store", uri, rule, remedy) from None
 
 
 def _endpoint_host() -> str:
@@ -105,10 +117,10 @@ def _endpoint_host() -> str:
     endpoint = os.environ[name]
     try:
         parts = urlsplit(endpoint)
-        port_may_be = parts.port is None or parts.port > 0
+        may_be = parts.port != 0 and is_host(parts.hostname or "")
     except ValueError:  # as of http://[::1 or a port that is no number
-        port_may_be = False
-    if not port_may_be or not re.fullmatch(r"https?://[^\s/@]+(/\S*)?", endpoint):
+        may_be = False
+    if not may_be or not re.fullmatch(r"https?://[^\s/@?#]+(/[\x21-\x7e]*)?", endpoint):
         raise ConfigError(name, shown(endpoint), "is no address of a server", "write http://HOST:PORT or https://HOST")
     return parts.hostname or ""
 

@@ -35,12 +35,14 @@ from rlhf_core.store.layout import (
     MARKER,
     StoreLayout,
     as_text,
+    cache_folder,
     folder_bytes,
     is_inside,
     make_read_only,
     mount,
     read_json,
     remove_tree,
+    walk,
     write_text,
 )
 from rlhf_core.store.places import Conflict, Unreachable, Versioned
@@ -236,8 +238,9 @@ class Mirror:
 
     def _mirrored(self) -> Iterator[str]:
         folder = self.root / "versions"
-        for path in folder.rglob("*.version"):
-            yield path.relative_to(folder).as_posix().removesuffix(".version")
+        for path in walk(folder):
+            if path.suffix == ".version":
+                yield path.relative_to(folder).as_posix().removesuffix(".version")
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -504,19 +507,25 @@ def store_root(place: str) -> Path:
     if not place:
         raise ConfigError("store", place, "is empty", "name a folder, or a bucket such as s3://BUCKET/FOLDER")
     if "://" not in place and place.partition(":/")[0].lower() not in SCHEMES:
-        return Path(place).expanduser()
+        return _folder(place)
     check_address(place)
     uri = place.rstrip("/")
-    given = os.environ["RLHF_CACHE"] if "RLHF_CACHE" in os.environ else "~/.cache/rlhf"
-    if not given:
-        raise ConfigError("RLHF_CACHE", given, "is empty", "name a folder, or unset it for ~/.cache/rlhf")
-    root = (Path(given).expanduser() / f"{uri.rpartition('/')[2]}-{sha256_text(uri)[:8]}").absolute()
-    if file := next((path for path in root.parents if path.is_file()), None):
-        raise ConfigError("RLHF_CACHE", given, f"{file} is a file", "name a folder, or unset it for ~/.cache/rlhf")
+    root = cache_folder() / f"{uri.rpartition('/')[2]}-{sha256_text(uri)[:8]}"
     if not (root / MARKER).exists():
         probe(open_bucket(uri))
         write_text(root / MARKER, json.dumps({"mirrors": uri, "schema": 1}, indent=1), durable=True)
     return root
+
+
+def _folder(place: str) -> Path:
+    """The folder of a store on a disk; ConfigError for a text that is the name of none."""
+    try:
+        found = Path(place).expanduser()
+        found.is_dir()  # UnicodeEncodeError and ValueError for signs that no name has
+    except (RuntimeError, ValueError, OSError) as error:  # a user that is none; a name that is too long
+        rule = f"cannot be a folder ({getattr(error, 'strerror', '') or error})"
+        raise ConfigError("store", place, rule, "name a folder, or s3://BUCKET/FOLDER") from None
+    return found
 
 
 _OPEN: dict[Path, Mirror] = {}

@@ -10,15 +10,22 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
+from rlhf_core.config.engines import OptimizerConfig, TrainerConfig, check_quantized
 from rlhf_core.errors import ConfigError, TrainingError
 from rlhf_core.interfaces import ModelSpec
-from rlhf_core.models.forward import check_routers, compute_in_float32
-from rlhf_core.models.loading import check_computation, check_kernels, checkpoint_activations, load_model, use_liger
-from rlhf_core.models.lora import WeightStream
+from rlhf_core.models.forward import backbone_of, check_routers, compute_in_float32
+from rlhf_core.models.loading import (
+    check_computation,
+    check_kernels,
+    checkpoint_activations,
+    load_model,
+    use_liger,
+    without_dropout,
+)
+from rlhf_core.models.lora import WeightStream, apply_lora, check_adapters
 from rlhf_core.models.parts import open_parts
 from rlhf_core.training.adamw import ClippedAdamW, parameter_groups
-from rlhf_core.training.engines.deepspeed_engine import quiet, set_environment
+from rlhf_core.training.engines.deepspeed_setup import quiet, set_environment
 from rlhf_core.training.engines.offload import module_tensors, optimizer_tensors
 from rlhf_core.training.sequence_parallel import spread
 from rlhf_core.training.state import load_training_state, local_device, rank_and_world, training_state
@@ -166,9 +173,8 @@ def open_engine(spec: ModelSpec, optimizer: OptimizerConfig | None, config: Trai
     """
     rank, world = rank_and_world()
     device = local_device()
-    if config.zero_stage == 3 and spec.lora is not None and spec.lora.quantize:
-        rule, remedy = "ZeRO 3 cannot partition 4-bit weights", "use zero_stage <= 2, or remove it"
-        raise ConfigError("lora.quantize", spec.lora.quantize, rule, remedy)
+    check_quantized(spec.lora, config, key="lora")
+    check_kernels(config.attention, liger=config.liger, device=device.type)
     if optimizer is not None and optimizer.ema_decay > 0 and config.zero_stage == 3:
         rule = "under ZeRO 3 no rank has all weights, so they cannot be averaged"
         raise ConfigError("optimizer.ema_decay", optimizer.ema_decay, rule, "use zero_stage <= 2, or 0 here")
@@ -199,16 +205,20 @@ def _open_deepspeed(
     spec: ModelSpec, optimizer: OptimizerConfig | None, config: TrainerConfig, device: torch.device
 ) -> Engine:
     trained = optimizer is not None
+    set_environment(device)  # first: libraries that load models may import DeepSpeed
     parts = open_parts(spec, dtype=config.dtype, attention=config.attention) if config.zero_stage == 3 else None
-    if parts is None:
-        module = _load(spec, config, dtype=config.dtype, trained=trained, device=device)
-    else:
-        check_kernels(config.attention, liger=config.liger, device=device.type)
-        module = _prepared(parts.module, spec, config, trained=trained)
-    set_environment(device)
+    module = parts.module if parts else _load(spec, config, dtype=config.dtype, trained=trained, device=device)
     with quiet():  # 8 to 15 s, which only models that DeepSpeed holds are worth
         from rlhf_core.training.engines.deepspeed_engine import DeepSpeedEngine
-    engine = DeepSpeedEngine(module, optimizer, config, device=device, places=parts.places if parts else None)
+
+    def prepare(partitioned: nn.Module) -> None:
+        if spec.lora is not None:
+            add_adapters(partitioned, spec, config)
+        _prepare(partitioned, spec, config, trained=trained)
+
+    engine = DeepSpeedEngine(
+        module, optimizer, config, device=device, sources=parts.sources if parts else None, prepare=prepare
+    )
     if parts is not None:
         engine.try_out(lambda model: check_computation(model, spec))
         if config.gradient_checkpointing and trained:
@@ -218,8 +228,23 @@ def _open_deepspeed(
     return engine
 
 
+def add_adapters(partitioned: nn.Module, spec: ModelSpec, config: TrainerConfig) -> None:
+    """Add adapters to a model whose parameters ZeRO 3 has partitioned, as `load_model` does to a whole one.
+
+    Every rank makes all adapters. They are partitioned with the engine.
+    """
+    from rlhf_core.training.engines.deepspeed_engine import gather_on_call, let_peft_gather
+
+    assert spec.lora is not None
+    adapted = partitioned if spec.head == "lm" else backbone_of(partitioned)
+    with let_peft_gather(config):
+        apply_lora(adapted, spec.lora, seed=spec.seed)
+    without_dropout(partitioned)
+    with gather_on_call(adapted):
+        check_adapters(adapted, spec.lora)
+
+
 def _load(spec: ModelSpec, config: TrainerConfig, *, dtype: str, trained: bool, device: torch.device) -> nn.Module:
-    check_kernels(config.attention, liger=config.liger, device=device.type)
     module = load_model(
         spec,
         dtype=dtype,
@@ -227,13 +252,13 @@ def _load(spec: ModelSpec, config: TrainerConfig, *, dtype: str, trained: bool, 
         gradient_checkpointing=config.gradient_checkpointing and trained,
         device=str(device),
     )
-    module = _prepared(module, spec, config, trained=trained)
+    module = _prepare(module, spec, config, trained=trained)
     if config.sequence_parallel > 1:
         spread(module, config.sequence_parallel)
     return module
 
 
-def _prepared(module: Any, spec: ModelSpec, config: TrainerConfig, *, trained: bool) -> nn.Module:
+def _prepare(module: Any, spec: ModelSpec, config: TrainerConfig, *, trained: bool) -> nn.Module:
     if config.fp32_lm_head and spec.head == "lm":
         compute_in_float32(module.get_output_embeddings())
     if config.liger:

@@ -1,6 +1,7 @@
 """Implement the DeepSpeed engine with ZeRO stages 0 to 3, on one rank or several.
 
-Importing this module imports DeepSpeed, which reads the variables of `deepspeed_setup.set_environment` then.
+Importing this module imports DeepSpeed, so `open_engine` imports it only for a model that DeepSpeed holds, after
+`deepspeed_setup.set_environment`.
 
 The trainer manages gradient accumulation (`managed_gradient_accumulation: false`): DeepSpeed does not scale losses by a
 number of micro-batches, and reduces in `step`. It averages gradients over ranks, but losses are partial sums over
@@ -13,11 +14,10 @@ Rank 0 converts the ranks' partitions to one folder per parameter, beside them, 
 
 import contextlib
 import io
-import logging
 import math
 import os
-import warnings
 from argparse import Namespace
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -34,18 +34,19 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils import set_z3_leaf_module
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
+from transformers.integrations import HfDeepSpeedConfig
 
 from rlhf_core.algorithms.token_math import LossOutput
 from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
-from rlhf_core.errors import ConfigError
 from rlhf_core.models.lora import WeightStream
-from rlhf_core.models.weight_files import Place
+from rlhf_core.models.parameter_sources import OpenFiles, ParameterSource
 from rlhf_core.store.layout import remove_tree
 from rlhf_core.training.adamw import ClippedAdamW, adamw, parameter_groups
+from rlhf_core.training.engines.deepspeed_setup import deepspeed_config, quiet
 from rlhf_core.training.engines.offload import module_tensors, optimizer_tensors
 from rlhf_core.training.engines.tensor_parallel import check_partition, partition_settings, sum_head_norms, whole_layers
-from rlhf_core.training.memory import BUCKET
 from rlhf_core.training.state import (
     copied,
     engine_settings,
@@ -54,69 +55,12 @@ from rlhf_core.training.state import (
     largest,
     load_state,
     load_training_state,
+    on_first_rank,
     rank_and_world,
     refuse_engine_settings,
     save_engine_settings,
     training_state,
 )
-
-# ---------------------------------------------------------------- deepspeed setup
-
-logger = logging.getLogger(__name__)
-
-
-def set_environment(device: torch.device) -> None:
-    """Set the variables that DeepSpeed reads when it is imported."""
-    # Without it, DeepSpeed probes for the accelerator. The launcher's variable is required even without a launcher.
-    os.environ.setdefault("DS_ACCELERATOR", device.type)
-    os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Suppress DeepSpeed's start-up messages (prints, and its own logger on stdout), but not errors."""
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
-    with contextlib.redirect_stdout(io.StringIO()):
-        yield
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-
-
-def deepspeed_config(
-    optimizer: OptimizerConfig | None, config: TrainerConfig, *, stage: int, trained: int
-) -> dict[str, Any]:
-    """Return the DeepSpeed configuration for a number of trained parameters.
-
-    Raises ConfigError for offloading at stage 0, which partitions nothing.
-    """
-    zero: dict[str, Any] = {"stage": stage}
-    if trained:
-        zero["reduce_bucket_size"] = min(BUCKET, 2 * trained)
-    if config.offload_optimizer:
-        if stage == 0:
-            key, remedy = "runtime.trainer.offload_optimizer", "set zero_stage to 1, 2 or 3"
-            raise ConfigError(key, True, "ZeRO stage 0 keeps the optimizer on its device", remedy)
-        # A GPU reads and writes pinned memory at several times the rate of any other.
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
-    settings: dict[str, Any] = {
-        # The trainer sets batch sizes. DeepSpeed only requires consistent numbers.
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "managed_gradient_accumulation": False,
-        "zero_optimization": zero,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "steps_per_print": None,
-        # Stage 0 in float32 does not check for a non-finite gradient, so the optimizer clips and checks there.
-        "gradient_clipping": 0.0 if stage == 0 or optimizer is None else optimizer.max_grad_norm,
-    }
-    if config.dtype == "bfloat16":
-        settings["bf16"] = {"enabled": True}
-        settings["data_types"] = {"grad_accum_dtype": "fp32"}
-        if config.fp32_reduce:
-            settings["communication_data_type"] = "fp32"
-    return settings
-
 
 # ---------------------------------------------------------------- universal
 
@@ -129,24 +73,22 @@ def load_universal(engine: Any, folder: Path, *, tag: str, rank: int) -> None:
     `folder` needs disk space for a second copy until all ranks have read it.
     """
     universal = folder / _FOLDER
-    if rank == 0:
+
+    def convert() -> None:
         remove_tree(universal)
         _convert(folder / tag, universal / tag)
-    dist.barrier()
-    with _own_groups_and_steps(engine.optimizer.optimizer):
-        _load(engine, universal, tag)
-    dist.barrier()
-    if rank == 0:
-        remove_tree(universal)
 
-
-def _load(engine: Any, universal: Path, tag: str) -> None:
+    on_first_rank(convert)
     config = engine._config  # meant to be set before an engine is made, but the checkpoint is known only now
     config.load_universal_checkpoint = True
     try:
-        engine.load_checkpoint(str(universal), tag=tag, load_module_strict=False)
+        with _own_groups_and_steps(engine.optimizer.optimizer):
+            engine.load_checkpoint(str(universal), tag=tag, load_module_strict=False)
     finally:
         config.load_universal_checkpoint = False
+    dist.barrier()
+    if rank == 0:
+        remove_tree(universal)
 
 
 @contextmanager
@@ -201,9 +143,12 @@ class DeepSpeedEngine:
         config: TrainerConfig,
         *,
         device: torch.device,
-        places: Mapping[str, Place] | None = None,
+        sources: Mapping[str, ParameterSource] | None = None,
+        prepare: Callable[[nn.Module], None] = lambda _: None,
     ) -> None:
-        """With `places`, parameters on the meta device are filled from there, part by part (stage 3)."""
+        """With `sources` (stage 3), partition parameters on the meta device, fill them from there, and then `prepare` the
+        module: add adapters, for example.
+        """
         self.module = module
         self.device = device
         self.rank, self._world = rank_and_world()
@@ -213,7 +158,18 @@ class DeepSpeedEngine:
         self._weight = self._world / (config.sequence_parallel * self._parallel)
         self._trained = optimizer is not None
         self._stream: WeightStream | None = None
-        trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+        with quiet():
+            if device.type == "cpu":
+                # Its collectives for CPUs take a C++ compiler minutes on each node, and are for ranks that a launcher of
+                # DeepSpeed's own has put on one (LOCAL_SIZE); torch reduces without them.
+                deepspeed.ops.__compatible_ops__[ShareMemCommBuilder.NAME] = False
+            join()
+            if sources is not None:
+                partition(module, deepspeed_config(None, config, stage=self._stage, trained=0), device=device)
+                fill(module, sources, rank=self.rank)
+                prepare(module)
+        parameters: list[Any] = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        trained = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters)
         settings = deepspeed_config(optimizer, config, stage=self._stage, trained=trained)
         carrier: Any = _Carrier(module)
         if self._parallel > 1:
@@ -221,14 +177,6 @@ class DeepSpeedEngine:
             settings["tensor_parallel"] = partition_settings(self._parallel)
             carrier.config = module.config  # DeepSpeed reads the number of heads from it
         with quiet():
-            if device.type == "cpu":
-                # Its collectives for CPUs take a C++ compiler minutes on each node, and are for ranks that a launcher of
-                # DeepSpeed's own has put on one (LOCAL_SIZE); torch reduces without them.
-                deepspeed.ops.__compatible_ops__[ShareMemCommBuilder.NAME] = False
-            join()
-            if places is not None:
-                partition(module, settings, device=device)
-                fill(module, places, rank=self.rank)
             if self._stage == 3:
                 _gather_heads_as_one(module)
             self._engine: Any = deepspeed.initialize(
@@ -244,7 +192,8 @@ class DeepSpeedEngine:
 
     def forward(self, compute: Callable[[nn.Module], T]) -> T:
         """Return `compute(module)`, run in DeepSpeed's forward pass so that its hooks see the model and the loss."""
-        visible, result = self._engine(compute)
+        with saved_tensors_hooks(save_view, make_view) if self._stage == 3 else contextlib.nullcontext():
+            visible, result = self._engine(compute)
         if isinstance(result, LossOutput):
             # ZeRO stage 3 returns other tensors than it received. The visible loss is the one to differentiate.
             return replace(result, loss=visible)  # type: ignore[return-value]
@@ -274,13 +223,14 @@ class DeepSpeedEngine:
         return self._stream
 
     def try_out(self, check: Callable[[nn.Module], None]) -> None:
-        """Run `check(module)` without gradients, whose passes are not those of training, with a model of ZeRO stage 3.
+        """Run `check(module)` without gradients on a model of ZeRO stage 3.
 
-        DeepSpeed would take their order for that of all later passes, and gather and keep weights for it.
+        Its passes are not those of training. DeepSpeed would expect their order in all later passes, and gather and keep
+        weights for it.
         """
-        with torch.no_grad():
-            self.forward(check)
         optimizer = self._engine.optimizer
+        with torch.no_grad(), suspend_leaf_hooks(optimizer):
+            self.forward(check)
         (optimizer.parameter_offload if self._trained else optimizer).get_param_coordinator()._invalidate_trace()
         optimizer.empty_partition_cache()
 
@@ -294,7 +244,11 @@ class DeepSpeedEngine:
             whole = self.rank == 0
             return {folder / STATE_FILE: training_state(self.module, self._engine.optimizer)} if whole else {}
         states: dict[Path, Any] = {}
-        with quiet(), _taking(self._engine, states):
+        to_take = _replace(
+            self._engine.checkpoint_engine,
+            save=lambda state_dict, path: states.update({Path(path): copied(state_dict)}),
+        )
+        with quiet(), to_take:
             self._engine.save_checkpoint(str(folder / ZERO_FOLDER), tag=ZERO_TAG, exclude_frozen_parameters=True)
         return states
 
@@ -305,16 +259,18 @@ class DeepSpeedEngine:
         """
         if not self._trained:
             return
-        written = engine_settings(folder)
-        split = "tensor_parallel" in self._settings() | written
-        if written["zero_stage"] != self._stage or (split and written != self._settings()):
-            raise refuse_engine_settings(written, self._settings())
+        written, own = engine_settings(folder), self._settings()
+        split = "tensor_parallel" in own | written
+        if written["zero_stage"] != self._stage or (split and written != own):
+            raise refuse_engine_settings(written, own)
         if self._stage == 0:
             load_training_state(folder / STATE_FILE, self.module, self._engine.optimizer)
             self._engine.zero_grad()
             return
-        with quiet(), _weights_only(), _mapping(self._engine):
-            if written == self._settings():
+        # DeepSpeed copies the tensors of its files, which are therefore mapped instead of read whole.
+        to_map = _replace(self._engine.checkpoint_engine, load=lambda path, map_location=None: load_state(Path(path)))
+        with quiet(), _weights_only(), to_map:
+            if written == own:
                 self._engine.load_checkpoint(str(folder / ZERO_FOLDER), tag=ZERO_TAG, load_module_strict=False)
             else:
                 load_universal(self._engine, folder / ZERO_FOLDER, tag=ZERO_TAG, rank=self.rank)
@@ -324,8 +280,8 @@ class DeepSpeedEngine:
         """Yield the weights or this rank's parts of them, gradients, and the optimizer states of a trained model."""
         yield from module_tensors(self.module)
         if self._stage == 3:
-            parts: list[Any] = list(self.module.parameters())  # ZeRO adds `ds_tensor`
-            yield from (part.ds_tensor.data for part in parts)
+            module: Any = self.module
+            yield from (one.ds_tensor.data for one in module.parameters())  # ZeRO adds `ds_tensor`
         if self._trained:
             yield from optimizer_tensors(self._engine.basic_optimizer)
             if self._stage == 3:
@@ -356,38 +312,104 @@ class DeepSpeedEngine:
 
 
 def partition(module: nn.Module, settings: dict[str, Any], *, device: torch.device) -> None:
-    """Give each parameter on the meta device memory and divide it among the ranks, one layer at a time; move the buffers."""
-    made: dict[int, nn.Parameter] = {}
-    first: Any = None
+    """Divide each parameter on the meta device among the ranks, without values, one at a time; move the buffers.
+
+    All get the dtype of the settings, to which DeepSpeed casts a whole model: some routers have float32 weights.
+    """
+    zero: Any = deepspeed.zero.Init(module=nn.Module(), config_dict_or_path=settings)
+    made: dict[int, Any] = {}
     for layer in module.modules():
         for name, buffer in list(layer.named_buffers(recurse=False)):
             setattr(layer, name, buffer.to(device))
         for name, meta in list(layer.named_parameters(recurse=False)):
-            if not meta.is_meta:
-                continue
-            if id(meta) not in made:
-                empty = torch.empty(meta.shape, dtype=meta.dtype, device=device)
-                made[id(meta)] = nn.Parameter(empty, requires_grad=meta.requires_grad)
-                del empty
-                holder = nn.Module()
-                holder.weight = made[id(meta)]
-                if first is None:
-                    deepspeed.zero.Init(module=holder, config_dict_or_path=settings, dtype=meta.dtype)
-                    first = holder.weight
-                else:
-                    first.convert_to_zero_parameters(param_list=[holder.weight])
-            setattr(layer, name, made[id(meta)])  # tied ones stay so
+            if meta.is_meta and id(meta) not in made:
+                one: Any = nn.Parameter(
+                    torch.empty(meta.shape, dtype=zero.dtype, device=device), requires_grad=meta.requires_grad
+                )
+                # The public `convert_to_zero_parameters` would first send the values of rank 0 to all others.
+                zero._convert_to_deepspeed_param(one)
+                one.partition()
+                made[id(meta)] = one
+            if meta.is_meta:
+                setattr(layer, name, made[id(meta)])  # tied ones stay so
+
+
+READ_ELEMENTS = 2**24
+"""Elements that `fill` reads at once, so that a large stack of experts is not twice in memory."""
 
 
 @torch.no_grad()
-def fill(module: nn.Module, places: Mapping[str, Place], *, rank: int) -> None:
-    """Read this rank's part of every parameter of `places`, rounded to the parameter's dtype."""
+def fill(module: nn.Module, sources: Mapping[str, ParameterSource], *, rank: int) -> None:
+    """Read this rank's part of every parameter of `sources`, rounded to the parameter's dtype."""
     parameters: dict[str, Any] = dict(module.named_parameters())  # ZeRO adds `ds_tensor` and the size of the whole
-    for name, place in places.items():
-        whole, part = parameters[name].ds_numel, parameters[name].ds_tensor
-        begin, end = (min(index * part.ds_numel, whole) for index in (rank, rank + 1))
-        if begin < end:
-            part.data[: end - begin].copy_(place.read(begin, end))
+    with OpenFiles() as files:
+        for name, source in sources.items():
+            whole, part = parameters[name].ds_numel, parameters[name].ds_tensor
+            begin, end = (min(index * part.ds_numel, whole) for index in (rank, rank + 1))
+            for low in range(begin, end, READ_ELEMENTS):
+                high = min(end, low + READ_ELEMENTS)
+                part.data[low - begin : high - begin].copy_(source.read(files, low, high))
+
+
+def save_view(saved: Tensor) -> Any:
+    """Save a view of a partitioned parameter for the backward pass without its storage.
+
+    ZeRO 3 gathers a parameter for the forward pass of its module and then releases it. A view, such as the transposed stack of
+    experts that `grouped_mm` saves, would keep all of them in memory until the backward pass, which gathers them again.
+    For linear layers DeepSpeed has its own function.
+    """
+    if hasattr(saved._base, "ds_id"):
+        return saved._base, saved.size(), saved.stride(), saved.storage_offset()
+    return saved if saved.is_leaf else saved.detach()  # an operation may save its own output: a reference cycle
+
+
+def make_view(saved: Any) -> Tensor:
+    """The tensor that `save_view` has saved, whose parameter is gathered again."""
+    return saved if isinstance(saved, Tensor) else torch.as_strided(*saved)
+
+
+@contextmanager
+def gather_on_call(module: nn.Module) -> Iterator[None]:
+    """Gather the partitioned parameters of one layer at a time while `module` runs, before there is an engine.
+
+    All ranks must run it on the same tokens. A layer is gathered as a whole because some compute with the weight of an
+    inner module without calling it (Mamba).
+    """
+    hooks = []
+    for unit, tensors in _gathered_units(module):
+        parts: list[Any] = [one for one in tensors if hasattr(one, "ds_id")]
+        if parts:
+            hooks.append(
+                unit.register_forward_pre_hook(lambda *_, parts=parts: parts[0].all_gather(param_list=parts) and None)
+            )
+            hooks.append(unit.register_forward_hook(lambda *_, parts=parts: parts[0].partition(param_list=parts)))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _gathered_units(module: nn.Module) -> Iterator[tuple[nn.Module, list[Any]]]:
+    yield module, list(module.parameters(recurse=False))
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            yield from ((layer, list(layer.parameters())) for layer in child)
+        else:
+            yield from _gathered_units(child)
+
+
+@contextmanager
+def let_peft_gather(config: TrainerConfig) -> Iterator[None]:
+    """Make peft gather the partitioned weights that it computes with inside this context: the norms of DoRA.
+
+    peft asks transformers whether ZeRO 3 is in use, and transformers looks for a living `HfDeepSpeedConfig`.
+    """
+    alive = HfDeepSpeedConfig(deepspeed_config(None, config, stage=3, trained=0))
+    try:
+        yield
+    finally:
+        del alive
 
 
 class _Carrier(nn.Module):
@@ -416,29 +438,31 @@ def _gather_heads_as_one(module: Any) -> None:
 
 
 @contextmanager
-def _taking(engine: Any, states: dict[Path, Any]) -> Iterator[None]:
-    """Make DeepSpeed's `engine` put copies of its checkpoint files into `states`, by file."""
-    writer = engine.checkpoint_engine
+def suspend_leaf_hooks(optimizer: Any) -> Iterator[None]:
+    """Keep DeepSpeed from reducing gradients of leaf modules inside this context.
 
-    def take(state_dict: Any, path: str) -> None:
-        states[Path(path)] = copied(state_dict)
-
-    writer.save = take
+    DeepSpeed makes the experts of Qwen and Mixtral leaf modules. Their hooks fire in any backward pass, also in one for the
+    gradient of an activation alone, and the next reduction would fail because it has their parameters twice.
+    """
+    hooks = {leaf: leaf._backward_hooks for leaf in getattr(optimizer, "leaf_parameters", ())}
+    for leaf in hooks:
+        leaf._backward_hooks = OrderedDict()
     try:
         yield
     finally:
-        del writer.save
+        for leaf, kept in hooks.items():
+            leaf._backward_hooks = kept
 
 
 @contextmanager
-def _mapping(engine: Any) -> Iterator[None]:
-    """Make DeepSpeed's `engine` map the files of a checkpoint, whose tensors it copies, in place of reading them whole."""
-    reader = engine.checkpoint_engine
-    reader.load = lambda path, map_location=None: load_state(Path(path))
+def _replace(owner: Any, **methods: Callable[..., Any]) -> Iterator[None]:
+    """Replace methods of one object inside this context."""
+    vars(owner).update(methods)
     try:
         yield
     finally:
-        del reader.load
+        for name in methods:
+            delattr(owner, name)
 
 
 @contextmanager

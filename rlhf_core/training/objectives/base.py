@@ -8,8 +8,9 @@ Legend: N samples, B rows, L positions.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -28,20 +29,12 @@ from rlhf_core.algorithms.token_math import (
     step_loss,
 )
 from rlhf_core.errors import DataError
+from rlhf_core.interfaces import Objective
 from rlhf_core.models.batches import TokenBatch, collate
 from rlhf_core.models.forward import sequence_scores, step_scores, token_logprobs, token_values, watching
-from rlhf_core.rows import ones
+from rlhf_core.sequences import Sequences, Subset, copy_rows
 from rlhf_core.training.batching import ROWS, step_counts
-from rlhf_core.types import (
-    Column,
-    DistillationSample,
-    PolicySample,
-    RewardPair,
-    StepSample,
-    TokenSample,
-    ValueSample,
-    mask,
-)
+from rlhf_core.types import DistillationSample, RewardPair, StepSample, TokenSample
 from rlhf_core.user_code.dependencies import UserFunction
 
 
@@ -53,19 +46,9 @@ class PlacedModel:
     pad_id: int
     device: torch.device
 
-    def batch(self, samples: Sequence[Any], *, pack_to: int | None = None) -> TokenBatch:
+    def batch(self, samples: Sequences | Sequence[Any], *, pack_to: int | None = None) -> TokenBatch:
         """Return `samples` as one batch on the device, packed into rows of `pack_to` tokens if it is set."""
         return collate(samples, pad_id=self.pad_id, pack_to=pack_to).to(self.device)
-
-
-class TrainingObjective(Protocol):
-    """The interface of objectives for the trainer."""
-
-    def denominators(self, samples: Sequence[Any]) -> dict[str, float]:
-        """Return the counts that the losses of all micro-batches on all ranks are divided by."""
-
-    def compute(self, model: PlacedModel, samples: Sequence[Any], denominators: Mapping[str, float]) -> LossOutput:
-        """Return the share of `samples`, one micro-batch, in the step's loss and metrics, which include `loss`."""
 
 
 @dataclass(frozen=True)
@@ -97,14 +80,14 @@ class SftObjective:
 class Scaled:
     """Another objective multiplied by `coef`. Of its metrics, only `loss` is scaled."""
 
-    objective: TrainingObjective
+    objective: Objective
     coef: float
 
-    def denominators(self, samples: Sequence[Any]) -> dict[str, float]:
+    def denominators(self, samples: Any) -> dict[str, float]:
         """Return the denominators of the objective."""
         return self.objective.denominators(samples)
 
-    def compute(self, model: PlacedModel, samples: Sequence[Any], denominators: Mapping[str, float]) -> LossOutput:
+    def compute(self, model: PlacedModel, samples: Any, denominators: Mapping[str, float]) -> LossOutput:
         """Return the scaled share of `samples`."""
         output = self.objective.compute(model, samples, denominators)
         return total(self.coef * output.loss, output.metrics)
@@ -128,7 +111,7 @@ class BradleyTerryObjective:
     ) -> LossOutput:
         """Return the share of `samples` in the loss, with the metrics `loss`, `accuracy` and `margin`."""
         sequences = [pair.chosen_ids for pair in samples] + [pair.rejected_ids for pair in samples]
-        scores_N = sequence_scores(model.module, model.batch(unmasked(sequences)))
+        scores_N = sequence_scores(model.module, model.batch(Sequences.from_token_ids(sequences)))
         chosen_B, rejected_B = scores_N.split(len(samples))
         margin_B = torch.tensor([pair.margin for pair in samples], dtype=torch.float32, device=model.device)
         return bradley_terry_loss(
@@ -138,7 +121,7 @@ class BradleyTerryObjective:
 
 @dataclass(frozen=True)
 class PolicyObjective:
-    """A policy gradient on `PolicySample`s, corrected for the sampler's own probabilities.
+    """A policy gradient on rollouts, corrected for the sampler's own probabilities.
 
     The loss is any of `rlhf_core.algorithms.policy`. `kl_coef` adds a KL penalty to the reference to the loss (`kl_in_loss`
     by `kl_estimator`); 0 leaves it out, as when the reward contains the penalty.
@@ -156,13 +139,11 @@ class PolicyObjective:
     """User function for a loss of type custom."""
     kl_estimator: KLInLoss = "k2"
 
-    def denominators(self, samples: Sequence[PolicySample]) -> dict[str, float]:
+    def denominators(self, samples: Sequences | Subset) -> dict[str, float]:
         """Return the number of masked tokens and the number of sequences."""
         return {"tokens": count_tokens(samples), "sequences": float(len(samples))}
 
-    def compute(
-        self, model: PlacedModel, samples: Sequence[PolicySample], denominators: Mapping[str, float]
-    ) -> LossOutput:
+    def compute(self, model: PlacedModel, samples: Sequences, denominators: Mapping[str, float]) -> LossOutput:
         """Return the share of `samples` in the loss.
 
         The metrics are `loss`, those of `policy_output`, `entropy`, `correction_fraction`, `ref_kl` (k3) if the samples
@@ -216,29 +197,29 @@ class PolicyObjective:
         )
 
     def _kl(self, logprobs_BL: Tensor, weights_BL: Tensor, batch: TokenBatch) -> Tensor:
-        """Return the sum of the KL terms over masked tokens, each weighted by pi / mu (detached, truncated at the cap).
+        """The sum of the KL terms over masked tokens.
 
-        The tokens were drawn from mu. Without the weight, the penalty's gradient is wrong after the first update.
+        The tokens were drawn from mu, so each term is weighted by an estimate of pi / mu: the weight of the correction, which
+        stands for pi_old / mu, times pi / pi_old, and at most the cap. It has no gradient. Without it, the gradient of the
+        penalty is wrong after the first update.
         """
         ratio_BL = bounded(logprobs_BL.detach() - batch.fields["old_logprobs"]).exp()
-        corrected_BL = (weights_BL * ratio_BL).clamp(max=self.correction.cap)  # min(pi_old / mu * pi / pi_old, cap)
+        corrected_BL = (weights_BL * ratio_BL).clamp(max=self.correction.cap)
         terms_BL = kl_in_loss(logprobs_BL, batch.fields["ref_logprobs"], estimator=self.kl_estimator)
         return masked_sum(corrected_BL * terms_BL, batch.loss_mask_BL)
 
 
 @dataclass(frozen=True)
 class ValueObjective:
-    """The loss of fitting values of `ValueSample`s to their returns. `clip` None gives the plain squared error."""
+    """The loss of fitting values to `returns`. `clip` None gives the plain squared error."""
 
     clip: float | None
 
-    def denominators(self, samples: Sequence[ValueSample]) -> dict[str, float]:
+    def denominators(self, samples: Sequences | Subset) -> dict[str, float]:
         """Return the number of masked tokens."""
         return {"tokens": count_tokens(samples)}
 
-    def compute(
-        self, model: PlacedModel, samples: Sequence[ValueSample], denominators: Mapping[str, float]
-    ) -> LossOutput:
+    def compute(self, model: PlacedModel, samples: Sequences, denominators: Mapping[str, float]) -> LossOutput:
         """Return the share of `samples` in the loss, with the metrics `loss` and those of `clipped_value_loss`."""
         batch = model.batch(samples)
         output = clipped_value_loss(
@@ -252,16 +233,15 @@ class ValueObjective:
         return total(output.loss, output.metrics)
 
 
-def unmasked(sequences: Sequence[Column[int]]) -> list[TokenSample]:
-    """Return samples of `sequences` with an empty loss mask, for models that score whole sequences."""
-    return [TokenSample(ids, mask(bytes(len(ids)))) for ids in sequences]
-
-
-def count_tokens(
-    samples: Sequence[TokenSample] | Sequence[PolicySample] | Sequence[ValueSample] | Sequence[DistillationSample],
-) -> float:
-    """Return the number of masked tokens. Raises DataError if there are none to average over."""
-    tokens = ones(samples)
+def count_tokens(samples: Sequences | Subset | Sequence[TokenSample] | Sequence[DistillationSample]) -> float:
+    """The number of masked tokens. Raises DataError if there are none to average over."""
+    if isinstance(samples, Subset):
+        whole = samples.sequences
+        tokens = int(np.count_nonzero(copy_rows(whole.loss_mask, whole.offsets, samples.rows)))
+    elif isinstance(samples, Sequences):
+        tokens = int(np.count_nonzero(samples.loss_mask))
+    else:
+        tokens = sum(one.loss_mask.count(1) for one in samples)
     if tokens == 0:
         rule = "an optimizer step needs at least one token to train on"
         raise DataError("loss_mask", f"0 tokens in {len(samples)} samples", rule, "drop the empty samples")
@@ -305,14 +285,14 @@ class StepObjective:
 class RoutedObjective:
     """`objective` plus `coef` times the routers' balance (metric `router_aux`), averaged over the step's token rows."""
 
-    objective: TrainingObjective
+    objective: Objective
     coef: float
 
-    def denominators(self, samples: Sequence[Any]) -> dict[str, float]:
+    def denominators(self, samples: Any) -> dict[str, float]:
         """Return the denominators of the objective and the number of token rows."""
         return step_counts(self.objective, samples)
 
-    def compute(self, model: PlacedModel, samples: Sequence[Any], denominators: Mapping[str, float]) -> LossOutput:
+    def compute(self, model: PlacedModel, samples: Any, denominators: Mapping[str, float]) -> LossOutput:
         """Return the share of `samples` in the sum of both losses."""
         with watching() as routing:
             output = self.objective.compute(model, samples, denominators)

@@ -18,7 +18,7 @@ from torch import Tensor
 from rlhf_core.algorithms.preference.answers import BCOLoss, KTOLoss, RewardShift, kto_kl
 from rlhf_core.algorithms.preference.base import PairBatch, PreferenceMethod, length_desensitised
 from rlhf_core.algorithms.token_math import LossOutput
-from rlhf_core.interfaces import Trainer
+from rlhf_core.interfaces import Trainer, logprob_rows
 from rlhf_core.models.forward import token_logprobs
 from rlhf_core.training.objectives.base import PlacedModel, count_tokens, total
 from rlhf_core.types import AnswerSample, PreferenceSample, TokenSample
@@ -76,7 +76,7 @@ class PairObjective:
         if not self.loss.looks_ahead:
             return self, list(samples)
         sides = [side for sample in samples for side in (sample.chosen, sample.rejected)]
-        sums = [sum(row) for row in trainer.logprobs(sides, temperature=1.0)]
+        sums = [sum(row) for row in logprob_rows(trainer, sides)]
         return self, self.loss.rearranged(samples, sums[0::2], sums[1::2])
 
 
@@ -107,7 +107,7 @@ class KTOObjective:
 
     def look_ahead(self, trainer: Trainer, samples: Sequence[AnswerSample]) -> tuple[KTOObjective, list[AnswerSample]]:
         """Return the objective with the step's KL estimate: mean log-ratio of answers to other prompts, at least 0."""
-        sums = [sum(row) for row in trainer.logprobs([sample.mismatched for sample in samples], temperature=1.0)]
+        sums = [sum(row) for row in logprob_rows(trainer, [sample.mismatched for sample in samples])]
         references = [sample.ref_mismatched_logprob for sample in samples]
         kl = kto_kl(torch.tensor(sums), torch.tensor(references))
         return replace(self, kl=float(kl)), list(samples)
@@ -140,7 +140,7 @@ class BCOObjective:
 
     def shifted(self, trainer: Trainer, samples: Sequence[AnswerSample]) -> BCOObjective:
         """Return the objective with the running means after the rewards of `samples` under the policy as it is now."""
-        sums = [sum(row) for row in trainer.logprobs([sample.answer for sample in samples], temperature=1.0)]
+        sums = [sum(row) for row in logprob_rows(trainer, [sample.answer for sample in samples])]
         rewards = [self.loss.beta * (now - sample.ref_logprob) for now, sample in zip(sums, samples, strict=True)]
         labeled = list(zip(rewards, samples, strict=True))
         return replace(

@@ -7,7 +7,7 @@ from pipelines.cli.main import main
 from pipelines.execution.run import billed
 from pipelines.flows.profile import load_profile
 from pipelines.flows.run_rules import ProjectConfig
-from rlhf_core.config.engines import RuntimeConfig
+from rlhf_core.config.runtime import RuntimeConfig
 from rlhf_core.store.gate_decisions import GateDecisions, Question
 from tests.support.records import commit_text
 from tests.support.small_pipeline import write_mini

@@ -1,10 +1,11 @@
 import io
+import re
 
 import pytest
 from rich.console import Console
 
-from pipelines.cli.common import key_metric
 from pipelines.cli.display import LiveDisplay, PlainDisplay, open_display, print_decisions, results_tables
+from pipelines.execution.key_metric import key_metric
 from pipelines.execution.plan import Outlook, PlannedStage
 from rlhf_core.stage.decision import Decision
 from tests.support.toy_stage import toy_spec
@@ -31,14 +32,14 @@ REPORT = {
 }
 
 
-def printed(thing: object) -> str:
-    console = Console(file=io.StringIO(), width=160)
+def printed(thing: object, width: int = 160) -> str:
+    console = Console(file=io.StringIO(), width=width)
     console.print(thing)
     return console.file.getvalue()
 
 
 def test_results_have_a_row_per_policy_with_intervals():
-    lines = printed(results_tables(REPORT)).splitlines()
+    lines = printed(results_tables(REPORT, 160)).splitlines()
     assert lines[2].split() == ["sft", "1.23", "[1.10,", "1.36]", "0.00", "31.3", "0.52"]
     assert lines[3].split()[-6:] == ["2.10]", "<=", "1.20", "0.70", "[0.65,", "0.75]"]
     assert "gold reward by source" in lines[-4]  # as wide as its table
@@ -47,7 +48,14 @@ def test_results_have_a_row_per_policy_with_intervals():
 
 
 def test_a_measure_that_no_policy_has_gets_no_column():
-    assert "RM score" not in printed(results_tables(REPORT))
+    assert "RM score" not in printed(results_tables(REPORT, 160))
+
+
+def test_results_are_not_cut_in_a_narrow_terminal():
+    """The widest row has 15 + 17 + 7 + 6 + 7 + 17 columns and a space after each, 75: intervals go to lines below."""
+    lines = printed(results_tables(REPORT, 70), 70).splitlines()
+    assert "\u2026" not in "".join(lines) and max(map(len, lines)) <= 70
+    assert [line.split() for line in lines[4:6]] == [["sft", "1.23", "0.00", "31.3", "0.52"], ["[1.10,", "1.36]"]]
 
 
 def test_the_number_that_says_most_is_shown():
@@ -95,6 +103,47 @@ def test_a_plan_shows_decision_stage_key_and_the_whole_reason_in_any_terminal(wi
     assert len(lines) == len(LABELS) if width is None else "".join(text.split()).count("ppo.kl_coef") == len(LABELS)
 
 
+def tree(stages: dict[str, Decision], *, force_terminal: bool = True) -> list[str]:
+    console = Console(file=io.StringIO(), width=80, force_terminal=force_terminal, color_system="standard")
+    print_decisions(list(stages.items()), console)
+    return console.file.getvalue().splitlines()
+
+
+def test_a_part_of_a_plan_that_is_all_hits_is_one_line():
+    hit = Decision("HIT", "made 2026-11-28 16:37 UTC in 10.1 s", "h" * 64, None)
+    changed = Decision("HIT", f"{hit.reason}; code changed since (a)", "i" * 64, None)
+    run = Decision("RUN", "after sft", "", None)
+    rounds = [f"iterative_dpo/round_{number}/{stage}" for number in (1, 2) for stage in ("generate", "dpo")]
+    stages = {"sft": hit, **dict.fromkeys(rounds[:3], hit), rounds[3]: changed, "evaluate/sft/generate": hit}
+    lines = tree(stages | {"evaluate/ppo/generate": run, "evaluate": run})
+    plain = [re.sub(r"\x1b\[[0-9;]*m", "", line).rstrip() for line in lines]
+    assert plain == [
+        "decision stage          key          why (times in UTC)",
+        f"HIT      sft            {'h' * 12} 2026-11-28 16:37, 10.1 s",
+        "HIT      iterative_dpo               4 hits; code changed since (a)",
+        "         evaluate/",
+        f"HIT        sft/generate {'h' * 12} 2026-11-28 16:37, 10.1 s",
+        "RUN        ppo/generate              after sft",
+        "RUN        evaluate                  after sft",
+    ]
+    assert "\x1b[1;36mRUN" in lines[-1], "in bold"
+    assert len(tree(stages, force_terminal=False)) == len(stages), "a line for each stage in a pipe"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_run_of_hits_alone_is_one_line_with_the_newest_date_and_in_a_pipe_a_line_per_stage(terminal):
+    console = Console(file=io.StringIO(), width=80, force_terminal=terminal, color_system=None)
+    with open_display(console) as display:
+        display.expect([], Outlook(2, 0, {}, "2026-11-28 16:37 UTC"))
+        for label in ("sft", "ppo"):
+            display.planned(label, HIT)
+            display.started(label, HIT)
+            display.finished(label, HIT, {}, 0.0)
+    shown = re.sub(r"\x1b\[[?0-9;]*[a-zA-Z]", "", console.file.getvalue()).split("\n")
+    hits = [] if terminal else ["sft: HIT: made yesterday", "ppo: HIT: made yesterday"]
+    assert [line.strip() for line in shown if line.strip()] == ["2 hits, the newest made 2026-11-28 16:37 UTC", *hits]
+
+
 @pytest.mark.parametrize("width", [80, 100, 120])
 def test_a_live_table_shows_decision_and_stage_in_any_terminal(width):
     display = live(width, LABELS, seconds=dict.fromkeys(LABELS, 30.0))
@@ -135,7 +184,7 @@ def test_the_rows_around_the_running_stage_are_shown_where_the_terminal_is_too_l
     display.started("stage_20", RUN)
     lines = shown(display, 80)
     assert len(lines) == 24 - 1 and any("stage_20" in line for line in lines)
-    assert lines[-1].startswith("9 stages above, 0 below; 10 stages left, whose time is not known")
+    assert lines[-1].startswith("9 stages above, 0 below; 10 stages left, time unknown")
     display.__exit__()
     assert len(shown(display, 80)) == 1 + len(labels)
 
@@ -166,7 +215,7 @@ def test_brackets_are_shown_as_they_are():
     print_decisions([("s[0]", decision)], plain)
     assert f"s[0] {'k' * 12} {said}" in plain.file.getvalue()
     report = {"settings": REPORT["settings"], "policies": {"p[/b]": REPORT["policies"]["sft"]}}
-    assert "p[/b]" in printed(results_tables(report))
+    assert "p[/b]" in printed(results_tables(report, 160))
     console = Console(file=io.StringIO(), width=200, force_terminal=True, color_system=None)
     with open_display(console) as display:
         display.planned("waits", Decision("RUN", "[/b]", "k" * 64, None))

@@ -1,6 +1,10 @@
 """`rlhf doctor` says what is there and what is missing, and how to get it."""
 
 import io
+import os
+import resource
+import socket
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -46,6 +50,79 @@ def test_builds_that_need_cuda_beside_a_torch_that_does_not_are_named(monkeypatc
     monkeypatch.setattr(doctor, "ENGINES", ())
     _, said = examine()
     assert "bad torchvision beside the CPU build of torch needs CUDA; pip uninstall torchvision\n" in said
+
+
+@pytest.fixture
+def two_gpus(tmp_path, monkeypatch) -> None:
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho GPU 0: H200\necho GPU 1: H200\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(doctor, "ENGINES", ())
+
+
+@pytest.mark.parametrize(
+    ("version", "finding"),
+    [
+        ("2.13.0", "ok  torch 2.13.0 is a build for GPUs\n"),
+        (
+            "2.13.0+cpu",
+            "bad torch 2.13.0+cpu is a build for CPUs, and this machine has 2 GPUs; make clean-venv install",
+        ),
+    ],
+)
+def test_a_build_for_cpus_is_named_on_a_machine_with_gpus(version, finding, two_gpus, monkeypatch):
+    found = [SimpleNamespace(metadata={"Name": "torch"}, version=version)]
+    monkeypatch.setattr(doctor.importlib.metadata, "distributions", lambda: found)
+    _, said = examine()
+    assert "2 NVIDIA GPUs" in said and finding in said and "NCCL would take TCP over " in said
+
+
+def port(folder: Path, device: str, state: str, layer: str) -> None:
+    """Make the files of a port as the kernel has them."""
+    files = folder / device / "ports" / "1"
+    files.mkdir(parents=True)
+    (files / "state").write_text(f"{state}\n")
+    (files / "link_layer").write_text(f"{layer}\n")
+
+
+INFINITE, SMALL = resource.RLIM_INFINITY, 8 << 20
+DEVICES = "mlx5_0 (InfiniBand), mlx5_1 (Ethernet)"
+
+
+@pytest.mark.parametrize(
+    ("libraries", "locked", "variables", "good", "text"),
+    [
+        ({"ibverbs"}, INFINITE, {}, True, f"NCCL would take {DEVICES}"),
+        ({"ibverbs"}, INFINITE, {"NCCL_IB_HCA": "mlx5_1"}, True, f"NCCL would take {DEVICES}, NCCL_IB_HCA=mlx5_1"),
+        ({"ibverbs"}, SMALL, {}, False, f"NCCL would take {DEVICES}, but may lock 8192 KiB of memory alone"),
+        (set(), INFINITE, {}, False, f"NCCL would take TCP over eth0, not {DEVICES}: libibverbs is missing"),
+        (set(), SMALL, {"NCCL_IB_DISABLE": "1"}, True, f"TCP over eth0; {DEVICES} is disabled by NCCL_IB_DISABLE"),
+        ({"nccl-net"}, SMALL, {}, True, "NCCL would take the network of its plugin nccl-net"),
+    ],
+)
+def test_the_network_is_the_one_that_nccl_would_take(libraries, locked, variables, good, text, tmp_path, monkeypatch):
+    port(tmp_path, "mlx5_0", "4: ACTIVE", "InfiniBand")
+    port(tmp_path, "mlx5_1", "4: ACTIVE", "Ethernet")
+    port(tmp_path, "mlx5_2", "1: DOWN", "InfiniBand")
+    monkeypatch.setattr(doctor.ctypes.util, "find_library", lambda name: name if name in libraries else None)
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (locked, locked))
+    monkeypatch.setattr(doctor, "tcp_interfaces", lambda: ["eth0"])
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    found, said, remedy = doctor.network(tmp_path)
+    assert found is good and text in said and bool(remedy) is not good
+
+
+@pytest.mark.parametrize(
+    ("names", "taken"),
+    [(["lo", "docker0", "eth0", "eth1"], ["eth0", "eth1"]), (["lo", "eth0", "ib0", "ib1"], ["ib0", "ib1"])],
+)
+def test_tcp_takes_what_is_no_bridge_and_ip_over_infiniband_first(names, taken, monkeypatch):
+    address = SimpleNamespace(family=socket.AF_INET)
+    monkeypatch.setattr(doctor.psutil, "net_if_addrs", lambda: {name: [address] for name in [*names, "down0"]})
+    stats = {name: SimpleNamespace(isup=name != "down0") for name in [*names, "down0"]}
+    monkeypatch.setattr(doctor.psutil, "net_if_stats", lambda: stats)
+    assert doctor.tcp_interfaces() == taken
 
 
 def test_too_little_memory_is_said(monkeypatch):

@@ -36,16 +36,26 @@ def client(uri, monkeypatch, request):
     return TestClient(page_of(ReviewQueues(uri, name), "ada x1", uri), base_url="http://127.0.0.1")
 
 
+def ids(client) -> dict[str, str]:
+    """The id of each item -> what the page calls it; the page shows them by their requests."""
+    shown = {one["request"]: one["id"] for one in client.get("/queue").json()["items"]}
+    return {one.id: shown[one.request] for one in ITEMS}
+
+
 def test_an_answer_can_be_changed_until_the_queue_is_read(client, uri, request):
     assert "both answers" in client.get("/").text
     shown = client.get("/queue").json()
     assert (shown["instruction"], shown["options"]) == ("Which is better?", ["A", "B", "tie", "both bad"])
-    assert sorted((one["id"], one["request"], one["response"], one["value"]) for one in shown["items"]) == [
-        (one.id, one.request, one.response, "") for one in ITEMS
+    names = ids(client)
+    assert sorted((one["request"], one["id"], one["response"], one["value"]) for one in shown["items"]) == [
+        (one.request, names[one.id], one.response, "") for one in ITEMS
     ]
+    assert len(set(names.values())) == 3 and not names.keys() & set(names.values())
     for item, value, reason in (("c0", "A", ""), ("c1", "tie", "alike"), ("c0", "B", "on second thought")):
-        assert client.post("/answer", json={"item": item, "value": value, "reason": reason}).text == "saved"
-    found = {one["id"]: (one["value"], one["reason"]) for one in client.get("/queue").json()["items"]}
+        given = {"item": names[item], "value": value, "reason": reason}
+        assert client.post("/answer", json=given).text == "saved"
+    items = {name: item for item, name in names.items()}
+    found = {items[one["id"]]: (one["value"], one["reason"]) for one in client.get("/queue").json()["items"]}
     assert found == {"c0": ("B", "on second thought"), "c1": ("tie", "alike"), "c2": ("", "")}
     experiment = request.node.name
     state = review_queue(uri, experiment=experiment, name="ada x1", user="ada", question=QUESTION, items=ITEMS)
@@ -58,14 +68,14 @@ def test_an_answer_can_be_changed_until_the_queue_is_read(client, uri, request):
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ('{"item": "c9", "value": "A", "reason": ""}', "item = 'c9': is none of this queue"),
+        ('{"item": "c1", "value": "A", "reason": ""}', "item = 'c1': is none of this queue"),
         ('{"item": "c0", "value": "C", "reason": ""}', "value = 'C': is none of this queue"),
         ('{"item": "c0"}', "'value'"),
         ("no JSON", "Expecting value"),
     ],
 )
 def test_what_is_no_answer_is_refused_and_other_pages_are_kept_out(client, body, said):
-    refused = client.post("/answer", content=body)
+    refused = client.post("/answer", content=body.replace("c0", ids(client)["c0"]))
     assert refused.status_code == 422 and said in refused.text
     assert client.post("/answer", content=body, headers={"Origin": "https://evil.example"}).status_code == 403
     assert client.get("/queue", headers={"Host": "evil.example"}).status_code == 403
@@ -114,10 +124,18 @@ def test_keys_choose_go_back_and_change_in_a_browser(uri, tmp_path):
             page.until(shows, f"comparison {progress} judged")
         page.until("return document.querySelector('[aria-pressed=true]').dataset.option === 'both bad'")
         keep_picture(page, "judge_page")
+        write = "const box = document.getElementById('reason'); box.value = arguments[0]; box.dispatchEvent(new Event(arguments[1]))"
+        page.run(write, "too short", "change")  # after the choice
         page.run(press, "ArrowLeft")
         page.until("return document.getElementById('reason').value === 'more helpful'")
+        page.run(press, "ArrowLeft")
+        page.run(write, "draft", "input")
+        page.run(press, "ArrowRight")
+        page.run(press, "ArrowLeft")
+        page.until("return document.getElementById('reason').value === 'draft'")
+        page.run(press, "ArrowRight")
         assert page.run("return document.querySelectorAll('#answers .text')[1].textContent").startswith("bad")
         server.should_exit = True
         thread.join()
     found = {one.item: (one.value, one.reason) for one in review_queue(uri, **arguments).answers}
-    assert sorted(found.values()) == [("B", "more helpful"), ("both bad", "")]
+    assert sorted(found.values()) == [("B", "more helpful"), ("both bad", "too short")]

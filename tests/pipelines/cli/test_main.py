@@ -1,4 +1,5 @@
 import argparse
+import errno
 import importlib
 import inspect
 import json
@@ -14,13 +15,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from pipelines.cli import main as main_module
 from pipelines.cli.main import GROUPS, VERBS, _parser, main
 from pipelines.execution.plan import PlannedStage
 from pipelines.flows.profile import load_profile
 from rlhf_core.stage.decision import Decision, decide
 from rlhf_core.stage.run import execute
 from rlhf_core.store.artifacts import ArtifactStore
-from rlhf_core.store.layout import remove_tree
+from rlhf_core.store.layout import disk_full, remove_tree
 from rlhf_core.types import PolicyRef
 from tests.support.small_pipeline import two_toys, write_mini
 from tests.support.toy_stage import NoEngines, RecordingTracker, ToyConfig, toy_spec
@@ -34,10 +36,10 @@ def here(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def cli(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def cli(home: Path, *arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "pipelines.cli.main", *arguments],
-        env=os.environ | {"RLHF_HOME": str(home), "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"RLHF_HOME": str(home), "OMP_NUM_THREADS": "1"} | changes,
         capture_output=True,
         text=True,
         timeout=500,
@@ -58,6 +60,26 @@ def test_output_that_is_not_read_or_cannot_be_written_ends_the_command_as_other_
             ["bash", "-c", command], capture_output=True, text=True, env=os.environ | {"RLHF_HOME": str(tmp_path)}
         )
         assert (done.returncode, done.stderr) == (status, error)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (disk_full(Path("/data/store")), "store = '/data/store': the disk is full; free space"),
+        (
+            OSError(errno.ENOSPC, "No space left on device", "/data/run.log"),
+            "/data/run.log: No space left on device; free",
+        ),
+    ],
+)
+def test_a_full_disk_is_one_line_and_a_status_of_its_own(monkeypatch, capfd, error, said):
+    def fails(options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(main_module, "_verb", lambda options: fails)
+    assert main(["profiles"]) == 74
+    written = capfd.readouterr().err
+    assert written.startswith(said) and written.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -167,7 +189,8 @@ def test_explain_names_what_the_key_cannot_see(here, capsys, monkeypatch):
     stage = PlannedStage("ppo", toy_spec(callables=("mine.py:reward",)), decision)
     monkeypatch.chdir(here)
     store = ArtifactStore(here / "store")
-    monkeypatch.setattr("pipelines.cli.plan_verbs._plan", lambda options: (SimpleNamespace(recipe={}), store, [stage]))
+    config = SimpleNamespace(recipe={}, rounds={})
+    monkeypatch.setattr("pipelines.cli.plan_verbs.planned_stages", lambda options: (config, store, [stage]))
     handle = PolicyRef(uri=f"store://{'a' * 64}", digest="a" * 64)
     record = SimpleNamespace(
         unseen=("reads /a/b.json",), to_json=dict, environment={}, failures={},
@@ -267,6 +290,7 @@ def test_the_store_of_a_profile_or_a_folder_can_be_looked_at(here, capsys):
     [
         "import pipelines.cli.main",
         f"import {', '.join(sorted({place.partition(':')[0] for place in VERBS.values()}))}",
+        "import sys, pipelines.execution.local; assert 'numpy' not in sys.modules",  # the imports of a plan
     ],
 )
 def test_no_engine_is_imported_before_it_is_needed(verb):
@@ -284,7 +308,7 @@ def test_the_table_of_verbs_names_functions_that_take_the_options():
 
 def test_the_table_of_verbs_has_every_verb_of_the_parser():
     verbs = next(one for one in _parser()._actions if isinstance(one, argparse._SubParsersAction))
-    assert set(VERBS) == {*verbs.choices, "store ls"}
+    assert set(VERBS) == {*verbs.choices, "store ls", "plan --estimate"}
     assert sorted(name for names in GROUPS.values() for name in names) == sorted(verbs.choices)
 
 
@@ -329,8 +353,10 @@ def test_misspelled_commands_get_a_suggestion_and_version_prints_one(capsys, arg
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_a_whole_run_its_repetition_and_a_changed_rate(tmp_path):
-    profile, home = str(write_mini(tmp_path)), tmp_path / "home"
+def test_a_whole_run_its_repetition_and_a_changed_rate(tmp_path, migrated_home):
+    """The first run starts a Prefect server; the others use one that the user has started."""
+    profile, home = str(write_mini(tmp_path)), migrated_home.root
+    theirs = {"RLHF_OWN_SETTINGS": ""}
 
     first = cli(home, "run", profile)
     assert first.returncode == 0, first.stderr
@@ -344,12 +370,12 @@ def test_a_whole_run_its_repetition_and_a_changed_rate(tmp_path):
         "evaluate": "RUN",
     }
     assert re.search(r"^ppo +-?\d+\.\d\d \[-?\d+\.\d\d, -?\d+\.\d\d\]", first.stdout, re.M)
-    assert "rlhf up" in first.stdout.splitlines()[-1]
+    assert "`rlhf up` starts" in first.stdout
 
-    second = cli(home, "run", profile)
-    assert set(decisions(second.stdout).values()) == {"HIT"}
+    second = cli(home, "run", profile, **theirs)
+    assert set(decisions(second.stdout).values()) == {"HIT"}, second.stdout + second.stderr
 
-    changed = cli(home, "run", profile, "--set", "ppo.optimizer.learning_rate=0.001")
+    changed = cli(home, "run", profile, "--set", "ppo.optimizer.learning_rate=0.001", **theirs)
     assert changed.returncode == 0, changed.stderr
     after = decisions(changed.stdout)
     assert [label for label, action in after.items() if action != "HIT"] == ["ppo", "evaluate/ppo/generate", "evaluate"]

@@ -92,7 +92,7 @@ def test_arguments_of_another_type_are_refused(arguments, message, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.engine
-def test_the_cells_of_the_notebook_run_as_in_jupyter(tmp_path):
+def test_the_cells_of_the_notebook_run_as_in_jupyter(tmp_path, migrated_home):
     """They run one after the other while a loop of asyncio is running."""
     cells = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
     script = f"""
@@ -105,7 +105,7 @@ assert [one.decision for one in results.values()] == ["RUN", "RUN"], results
 assert [one.decision for one in again.values()] == ["HIT", "HIT"], again
 assert results["sft"].metrics["steps"] == 5, results["sft"].metrics
 """
-    environment = os.environ | {"RLHF_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"RLHF_HOME": str(migrated_home.root), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", script], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=500
     )

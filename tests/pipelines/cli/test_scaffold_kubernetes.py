@@ -15,6 +15,7 @@ import jsonschema
 import pytest
 import yaml
 
+from pipelines.cli.main import main
 from pipelines.cli.scaffold_verb import TEMPLATES
 
 pytestmark = pytest.mark.services
@@ -105,6 +106,54 @@ def test_the_ray_of_the_pods_is_the_one_of_the_pins_and_job_and_cluster_have_the
     }
     del once["enableInTreeAutoscaling"]
     assert job == once
+
+
+def test_a_pod_has_the_memory_that_the_planner_says_for_its_profile(tmp_path, capsys):
+    """Its node's host memory, /dev/shm, which counts as the container's, and 8 GiB for what each of 8 workers loads."""
+    entrypoint = manifest("rayjob.yaml")["spec"]["entrypoint"].split()
+    words = ["plan", entrypoint[2], "--estimate", "--json", "--set", f"store={tmp_path}"]
+    assert main(words) == 0
+    stages = json.loads(capsys.readouterr().out)["stages"]
+    node = max(one["bytes"] for stage in stages for one in stage["memory"] if one["where"] == "node") / 2**30
+    pod = manifest("raycluster.yaml")["spec"]["workerGroupSpecs"][0]["template"]["spec"]
+    [shared] = [one["emptyDir"]["sizeLimit"] for one in pod["volumes"] if one["name"] == "shm"]
+    resources = pod["containers"][0]["resources"]
+    needed = node + gib(shared) + 8 * int(resources["limits"]["nvidia.com/gpu"])
+    assert needed <= gib(resources["requests"]["memory"]) < needed + 16
+    assert resources["limits"]["memory"] == resources["requests"]["memory"]
+    template = json.loads((FILES / "prefect-job-template.json").read_text())["variables"]["properties"]
+    assert template["memory"]["default"] == resources["limits"]["memory"]
+
+
+@pytest.mark.parametrize(
+    ("file", "patch", "path"),
+    [
+        ("raycluster.yaml", "rdma-raycluster.yaml", ("spec",)),
+        ("rayjob.yaml", "rdma-rayjob.yaml", ("spec", "rayClusterSpec")),
+    ],
+)
+def test_the_patch_for_rdma_gives_workers_a_device_and_the_right_to_lock_memory(file, patch, path):
+    patched = manifest(file)
+    for one in manifest(patch):
+        *parents, last = [part.replace("~1", "/") for part in one["path"].split("/")[1:]]
+        place: Any = patched
+        for part in parents:
+            place = place[int(part) if part.isdigit() else part]
+        assert one["op"] == "add" and last not in place  # JSON patches need the parents, and nothing is replaced
+        place[last] = one["value"]
+    cluster = patched
+    for part in path:
+        cluster = cluster[part]
+    container = cluster["workerGroupSpecs"][0]["template"]["spec"]["containers"][0]
+    assert container["securityContext"] == {"runAsUser": 0, "capabilities": {"add": ["IPC_LOCK"]}}
+    for kind in ("requests", "limits"):
+        assert container["resources"][kind]["rdma/hca_shared_devices_a"] == "1"
+        assert container["resources"][kind]["nvidia.com/gpu"] == "8"
+    assert patch in (FILES / "kustomization.yaml").read_text()
+
+
+def gib(size: str) -> float:
+    return float(size.removesuffix("Gi"))
 
 
 def test_prefect_makes_a_job_of_the_template_that_kubernetes_accepts():

@@ -16,7 +16,7 @@ from pipelines.flows.graph import Stages
 from pipelines.flows.profile import PipelineConfig, load_profile
 from pipelines.flows.run_rules import BudgetConfig, PricesConfig
 from pipelines.services.home import Home
-from rlhf_core.config.engines import RuntimeConfig, VllmSamplerConfig
+from rlhf_core.config.runtime import RuntimeConfig, VllmSamplerConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.stage import stopping
 from rlhf_core.stage.decision import Decision

@@ -105,7 +105,8 @@ def test_every_profile_plans_as_it_is_shipped(profile, tmp_path, monkeypatch):
     assert planned[0].label == "prepare_data"
     assert {stage.decision.action for stage in planned} == {"RUN"}
     sections = {stage.label.split("/")[0] for stage in planned}
-    assert sections == config.model_fields_set - {"name", "seed", "runtime", "recipe"} | config.recipe.keys()
+    tables = {*config.recipe, *config.rounds, *(name for step in config.steps() for name in step.exported)}
+    assert sections == config.model_fields_set - {"name", "seed", "runtime", "recipe", "rounds"} | tables
 
 
 @pytest.mark.parametrize(

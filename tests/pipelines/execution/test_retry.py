@@ -93,6 +93,7 @@ def test_checkpoints_and_shards_say_how_far_a_stage_got(tmp_path):
 @pytest.mark.slow
 def test_a_stage_whose_trainer_is_killed_ends_with_the_same_bytes_in_the_same_run(tmp_path, home):
     killed: list[int] = []
+    assert "raylet" not in {child.name() for child in psutil.Process().children()}, "the Ray that tests share has ended"
 
     def kill_the_trainer(done: int, total: int, message: str) -> None:
         if done == 2 and not killed:

@@ -8,9 +8,9 @@ import pytest
 from pipelines.execution.executor import RunContext, RunOptions, Silent, StageOutcome
 from pipelines.execution.record import record_results
 from pipelines.execution.summary import LONGEST_NAME, description, headline, headline_metrics, run_name, shown_overrides
-from pipelines.execution.sweep import named
 from pipelines.flows.profile import load_profile, profile_names
 from pipelines.flows.profile_text import as_toml
+from rlhf_contrib.sweep.points import named
 from rlhf_core.stage.decision import Decision
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.tracking.memory import MemoryTracker

@@ -7,8 +7,8 @@ from pipelines.execution.plan import plan
 from pipelines.flows.graph import Stages, agent_digests, inputs_of, reward_functions
 from pipelines.flows.profile import load_profile
 from rlhf_core.algorithms.preference.dpo import ORPOLoss, SimPOLoss
-from rlhf_core.config.engines import RuntimeConfig
 from rlhf_core.config.policy import PPOConfig
+from rlhf_core.config.runtime import RuntimeConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.stage.key import StageSpec
 from rlhf_core.store.artifacts import ArtifactStore
@@ -131,6 +131,16 @@ def test_adapters_that_cannot_be_sent_alone_are_refused_in_the_plan(tmp_path, lo
     changed = ["runtime.sampler.lora_sync=adapter", *([f"ppo.lora={lora}"] if lora else [])]
     with pytest.raises(ConfigError, match=message):
         plan(load_profile("tiny/full", changed), ArtifactStore(tmp_path))
+
+
+def test_4_bit_weights_that_zero_3_cannot_partition_are_refused_in_the_plan(tmp_path):
+    quantized = 'sft.lora={quantize = "nf4"}'
+    message = (
+        r"sft\.lora\.quantize = 'nf4': ZeRO 3 cannot partition 4-bit weights; use runtime\.trainer\.zero_stage <= 2"
+    )
+    with pytest.raises(ConfigError, match=message):
+        plan(load_profile("tiny/full", [quantized, "runtime.trainer.zero_stage=3"]), ArtifactStore(tmp_path))
+    assert plan(load_profile("tiny/full", [quantized, "runtime.trainer.zero_stage=2"]), ArtifactStore(tmp_path))
 
 
 def test_adapters_alone_are_another_result_and_their_largest_rank_is_not(tmp_path):

@@ -119,7 +119,7 @@ def test_every_table_of_the_type_of_its_default_may_leave_the_type_out(profile):
     dropped: list[str] = []
     config = load_profile(profile)
     tree = without_types(config, dropped)
-    assert len(dropped) >= 2
+    assert len(dropped) >= (1 if profile.startswith("reports/") else 2)  # which have engines of no default type
     assert parse(tree, origin=profile) == config
 
 

@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 
 from pipelines.execution.plan import all_specs, placeholder, plan
+from pipelines.flows.checks import warn_unread
 from pipelines.flows.full import lifecycle
 from pipelines.flows.graph import Stages
+from pipelines.flows.nodes import PARTS
 from pipelines.flows.profile import load_profile, parse, shipped_profiles, with_overrides
 from pipelines.flows.prompt_sources import data_sources
-from pipelines.flows.recipe import PARTS, drawn, warn_unread
+from pipelines.flows.recipe import drawn
 from rlhf_core.config.data import ArithmeticWorld, InstructionsWorld, SupportWorld
 from rlhf_core.data.worlds.mixed import make_world
 from rlhf_core.errors import ConfigError
@@ -273,7 +275,7 @@ RECIPE_ERRORS: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
     ),
     "no stage": (
         {"a": {"policy": "base"}},
-        r"recipe\.a\.stage: missing, and it has no default; choose one of import_policy",
+        r"recipe\.a\.stage: missing, and it has no default; choose one of .*import_policy",
     ),
     "no policy": ({"a": {"stage": "sft"}}, r"recipe\.a\.policy: missing"),
     "empty policy": ({"a": {"stage": "sft", "policy": ""}}, r"recipe\.a\.policy = '': names no input"),
@@ -506,7 +508,17 @@ def test_options_of_a_step_are_overridden_as_those_of_a_section():
 
 def test_the_recipe_of_the_documentation_can_be_planned():
     page = (shipped_profiles().parent / "docs/recipes.md").read_text(encoding="utf-8")
-    written, mixed = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    written, _, pool, *_, mixed = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    several = {
+        f"{name}{end}": step
+        for name in ("sums", "desk", "sft")
+        for end, step in {
+            "": {"stage": "sft", "policy": "base"},
+            "_answers": {"stage": "generate", "policy": name, "sampling": {"max_tokens": 8}},
+            "_scored": {"stage": "score", "generations": f"{name}_answers", "rewards": {"terms": {"x": SUM}}},
+        }.items()
+    }
+    parse(small(**several, **tomllib.loads(pool)["recipe"]), origin="docs/recipes.md")
     full = tomllib.loads((shipped_profiles() / "tiny/full.toml").read_text(encoding="utf-8"))
     sources = [{"name": name, "path": "x.jsonl", "use": {"prompts": 1.0}} for name in ("gsm8k", "support")]
     full["prepare_data"]["data"] = {"type": "files", "sources": sources}

@@ -14,8 +14,8 @@ from pipelines.execution.opening import open_run, open_tracker, store_of
 from pipelines.execution.run import run_stages
 from pipelines.flows.full import lifecycle
 from pipelines.flows.profile import PipelineConfig, load_profile, parse, with_overrides
-from pipelines.importers.openrlhf.translate import translate
 from pipelines.services.home import Home
+from rlhf_contrib.openrlhf.translate import translate
 from rlhf_core.data.tables import read_demonstrations, read_preferences
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.tracking.memory import MemoryTracker
@@ -277,7 +277,8 @@ def test_a_published_shape_runs_to_its_end_and_is_found_again(home, shape):
 
 
 @pytest.mark.slow
-def test_a_new_run_goes_on_from_the_champion_and_from_a_digest(home):
+def test_a_new_run_goes_on_from_the_champion_and_from_a_digest(home, monkeypatch):
+    monkeypatch.setenv("RLHF_HOME", str(home.root))  # whose registry a plan reads
     first = profile('[publish]\nname = "desk"\nleast_prompts = 4\n')
     made, _, _ = run(home, first, tracker=open_tracker(parse(first, origin=""), home))
     later = {name: table for name, table in first.items() if name != "recipe"}

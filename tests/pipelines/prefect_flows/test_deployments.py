@@ -259,3 +259,29 @@ def test_a_declared_flow_loads_in_a_process_that_has_loaded_nothing_else(name, t
     environment = os.environ | {"PREFECT_HOME": str(tmp_path), "PYTHONPATH": str(CHECKOUT)}
     done = subprocess.run(command, cwd=CHECKOUT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and done.stdout.strip() == "rlhf-pipeline", done.stderr[-2000:]
+
+
+@pytest.mark.slow
+def test_deployments_of_the_same_program_are_not_made_again(prefect_home, client, monkeypatch, tmp_path):
+    """Their forms take 10 CPU seconds to make. A changed program, user or form makes them again."""
+    wanted = deployments.deployments()[:2]
+    made: list[str] = []
+    monkeypatch.setattr(deployments, "deployments", lambda: made.append("made") or wanted)
+
+    (prefect_home.root / "deployments.json").unlink(missing_ok=True)
+    monkeypatch.setenv("RLHF_HOME", str(tmp_path))  # the runner serves its own folder, whichever is set
+
+    def registered() -> tuple[dict[str, Any], dict[str, Any]]:
+        runner = deployments.InterruptingRunner(prefect_home)
+        deployments.register(runner, prefect_home)
+        found = {one.name: one.id for one in client.read_deployments()}
+        return found, {str(key): name for key, name in runner._deployment_registry._deployment_name_map.items()}
+
+    first, served = registered()
+    again, served_again = registered()
+    assert made == ["made"]
+    assert first == again and served == served_again and len(served) == 2
+    client.delete_deployment(next(iter(first.values())))
+    assert first.keys() == registered()[0].keys() and made == ["made", "made"], "one was removed"
+    monkeypatch.setenv("RLHF_USER", "somebody")
+    assert registered()[0].keys() == first.keys() and len(made) == 3, "they are tagged with the user"

@@ -55,7 +55,7 @@ def grouped(config: PipelineConfig, stages: Stages) -> None:
 
 
 def run_flow(tmp_path: Path, home: Home, pipeline: Pipeline = diamond, *, until: str = "", tasks: int = 4) -> str:
-    from prefect import flow
+    from prefect import flow, tags
     from prefect.context import FlowRunContext
 
     from pipelines.prefect_flows.tasks import run_in_flow, settle
@@ -78,7 +78,8 @@ def run_flow(tmp_path: Path, home: Home, pipeline: Pipeline = diamond, *, until:
             run_in_flow(run, pipeline)
             assert run.started == tasks
 
-    body()
+    with tags("user:ada"):
+        body()
     settle(ids[0], tasks)
     return str(ids[0])
 
@@ -120,6 +121,9 @@ def test_prefect_shows_the_edges_the_hits_the_plan_and_a_card_per_stage(tmp_path
         tasks = api("/task_runs/filter", {"flow_runs": {"id": {"any_": [flow_run]}}})
         assert {task["state"]["name"] for task in tasks} == {name}
         assert len(tasks) == 4
+        # Before a task with tags, the client asks the server for slots, and often waits two seconds to ask again.
+        assert api(f"/flow_runs/{flow_run}")["tags"] == ["user:ada"]
+        assert [task["tags"] for task in tasks] == [[]] * 4
 
 
 def test_a_group_is_one_node_that_holds_its_stages(prefect_home, tmp_path):

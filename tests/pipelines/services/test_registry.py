@@ -5,7 +5,7 @@ from pipelines.flows.graph import Stages
 from pipelines.services import user_servers as module
 from pipelines.services.home import Home
 from pipelines.services.user_servers import registry
-from rlhf_core.config.engines import RuntimeConfig
+from rlhf_core.config.runtime import RuntimeConfig
 from rlhf_core.stage.decision import decide, remember, target_of
 from rlhf_core.stage.key import StageSpec, Strictness
 from rlhf_core.store.artifacts import ArtifactStore
@@ -55,10 +55,11 @@ def test_a_registry_of_its_own_and_our_server_with_its_database(home, monkeypatc
     monkeypatch.delenv("MLFLOW_REGISTRY_URI", raising=False)
     alone = registry(home)
     assert alone == "of the state folder"
-    ours = SimpleNamespace(
-        ready=True, tracking_uri="http://127.0.0.1:9", mlflow_url="http://127.0.0.1:9", mlflow_uri=""
-    )
+    uri = "http://127.0.0.1:9"
+    ours = SimpleNamespace(tracking_uri=uri, mlflow_url=uri, mlflow_uri="", health={"mlflow": f"{uri}/health"})
     monkeypatch.setattr(module, "running", lambda _: ours)
+    monkeypatch.setattr(module, "proven", lambda url, _: url == f"{uri}/health")
+    assert module.tracking_uri(home) == uri
     assert registry(home) == alone, "`rlhf up` serves the database that a run without it writes to"
     monkeypatch.setenv("MLFLOW_REGISTRY_URI", "https://a:b@models.example")
     assert registry(home) == "https://models.example"

@@ -1,10 +1,14 @@
 """The lines of `rlhf runs`: their states, and the commands that go on with them."""
 
+import io
 import json
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from pipelines.cli import store_lists
 from pipelines.cli.main import main
 from pipelines.services.home import Home
 from pipelines.services.run_notes import RunNote, RunRecord, folder, new_note, run_records
@@ -72,9 +76,17 @@ def test_a_run_whose_process_was_killed_has_crashed_and_files_of_other_versions_
     assert [(one.state, one.id) for one in run_records(home)] == [("Crashed", record.id)]
     monkeypatch.setenv("RLHF_HOME", str(home.root))
     assert main(["runs"]) == 0
+    began = f"{datetime.fromtimestamp(record.began, UTC):%H:%M},"
     assert capsys.readouterr().out.splitlines()[1].split() == [
-        *("Crashed", "tiny", "0", "min"), "0.0", "its", "process", "was", "killed", "rlhf", "resume", "0f9a8b7c",
+        *("Crashed", "tiny", began, "0.0", "s"), "its", "process", "was", "killed", "rlhf", "resume", "0f9a8b7c",
     ]  # fmt: skip
+    console = Console(file=io.StringIO(), width=40, force_terminal=True, color_system=None)
+    monkeypatch.setattr(store_lists, "console", console)
+    assert main(["runs"]) == 0
+    lines = console.file.getvalue().splitlines()
+    assert lines[0].split() == ["state", "run", "began", "(UTC)", "result"]
+    assert lines[1].endswith("0.0 s its process...") and len(lines[1]) == 40
+    assert lines[2] == "  next: rlhf resume 0f9a8b7c"
     assert main(["runs", "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)["runs"]
     assert (found["state"], found["next"], found["flow_run"]) == ("Crashed", "rlhf resume 0f9a8b7c", FLOW)

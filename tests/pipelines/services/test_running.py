@@ -1,6 +1,7 @@
 """The record of running services, their ports, and whether they answer and are ours."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -86,6 +87,17 @@ def test_a_server_that_ends_at_once_is_reported_with_its_log(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
     process.wait()
     with pytest.raises(ServiceError, match=r"ended with status 3; read .*server\.log"):
+        await_health("http://127.0.0.1:9/", "key", process, 5.0, tmp_path / "server.log")
+
+
+def test_a_server_that_could_not_start_is_reported_with_the_reason_in_its_log(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
+    process.wait()
+    said = "sqlalchemy.exc.DatabaseError: (sqlite3.DatabaseError) file is not a database"
+    (tmp_path / "server.log").write_text(
+        f"Traceback\n  File x\nKeyError: 1\n  result = f()\n{said}\n(Background on this)\n"
+    )
+    with pytest.raises(ServiceError, match=rf"status 3 \({re.escape(said)}\); read "):
         await_health("http://127.0.0.1:9/", "key", process, 5.0, tmp_path / "server.log")
 
 

@@ -165,7 +165,7 @@ def test_with_a_server_of_the_users_up_serves_there_and_starts_none_of_ours(home
         assert up.returncode == 0, up.stderr
         found = running(home)
         assert found is not None and found.ready and found.prefect_api == theirs["PREFECT_API_URL"]
-        assert f"Prefect          {found.prefect_url}\n" in up.stdout and "PREFECT_API_URL=" not in up.stdout
+        assert f"Prefect  {found.prefect_url}\n" in up.stdout and "PREFECT_API_URL=" not in up.stdout
         assert len(_children(found.pid)) == 2, "MLflow and the deployments"
         tag = f"rlhf-home-{home.identity}"
         found_there = _post(f"{theirs['PREFECT_API_URL']}/deployments/filter", prefect_home.prefect_auth_string)

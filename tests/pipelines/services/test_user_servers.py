@@ -1,10 +1,12 @@
 import socket
 
 import pytest
+from starlette.requests import Request
 from starlette.responses import PlainTextResponse
+from starlette.types import Receive, Scope, Send
 
 from pipelines.services.running import Services
-from pipelines.services.user_servers import user_prefect
+from pipelines.services.user_servers import tracking_uri, user_prefect
 from rlhf_core.http.door import Door
 from rlhf_core.tracking import mlflow_client
 from tests.support.reward_servers import serving
@@ -35,3 +37,23 @@ def test_a_server_that_was_started_where_ours_was_is_the_users_unless_it_is_one_
         (home.root / "prefect_address").write_text(f"{url}/api")
         monkeypatch.setenv("PREFECT_API_URL", f"{url}/api")
         assert user_prefect(home) == ("" if of_rlhf else f"{url}/api")
+
+
+def test_a_stranger_at_the_port_of_our_mlflow_is_asked_for_a_proof_and_sent_nothing(home, monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    asked: list[tuple[str, str, bool]] = []
+
+    async def stranger(scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        asked.append(
+            (request.method, request.url.path, "authorization" in request.headers or bool(await request.body()))
+        )
+        await PlainTextResponse("OK")(scope, receive, send)
+
+    with serving(stranger) as url:
+        Services(mlflow_client.tags(), 1, int(url.rpartition(":")[2]), ready=True).write(home)
+        assert tracking_uri(home) == home.mlflow_uri
+    assert asked == [("GET", "/health", False)]
+    with serving(Door(PlainTextResponse("OK"), open_to=lambda scope: True, key=home.prefect_auth_string)) as url:
+        Services(mlflow_client.tags(), 1, int(url.rpartition(":")[2]), ready=True).write(home)
+        assert tracking_uri(home) == url

@@ -127,3 +127,15 @@ def test_a_template_that_shows_no_tools_is_refused():
     template = ChatTemplate.load(Path(chat_folder()))
     with pytest.raises(ConfigError, match="does not render tools"):
         template.with_tools([{"type": "function", "function": {"name": "add"}}])
+
+
+@pytest.mark.parametrize("name", ["parameters", "args", "input", "params", "kwargs"])
+def test_arguments_under_another_name_reach_the_tool(name):
+    action = f"<tool_call>{json.dumps({'name': 'add', name: {'a': 2, 'b': 3}})}</tool_call>"
+    assert stepped(environment(), action).observation == stepped(environment(), call("add", a=2, b=3)).observation
+
+
+@pytest.mark.parametrize("body", [{"name": "add", "a": 2}, {"name": "add", "args": {"a": 2}, "arguments": {"a": 3}}])
+def test_a_call_without_arguments_that_can_be_found_is_a_mistake(body):
+    (found,) = parse_calls(f"<tool_call>{json.dumps(body)}</tool_call>")
+    assert "arguments" in found.problem

@@ -226,6 +226,41 @@ def test_a_cap_of_tokens_needs_a_mask_of_sequences(other):
     assert "token_cap" not in keyed(CorrectionConfig()), "results from before the option keep their keys"
 
 
+# A coin of mu = 0.5 and pi_old = 0.6, 0.5 or 0.9: KL(mu || pi_old) = log(0.5) - (log p + log(1 - p)) / 2
+# = 0.02041, 0 and 0.51083; the total variation is 0.1, 0 and 0.4.
+COINS_BL = torch.tensor([[0.6, 0.5, 0.9], [0.6, 0.5, 0.123]]).log(), torch.full((2, 3), 0.5).log()
+COINS_MASK_BL = torch.tensor([[1, 1, 1], [1, 1, 0]])
+Q, R = 1.2, 1.8
+"""Ratios 0.6 / 0.5 and 0.9 / 0.5."""
+
+
+@pytest.mark.parametrize(
+    ("level", "gate", "most", "weights"),
+    [
+        ("token", "kl", 0.0203, [[0, 1, 0], [0, 1, 0]]),
+        ("token", "kl", 0.0205, [[Q, 1, 0], [Q, 1, 0]]),
+        ("token", "tv", 0.2, [[Q, 1, 0], [Q, 1, 0]]),
+        ("sequence", "kl", 0.0103, [[0, 0, 0], [Q, 1, 0]]),  # means (0.02041 + 0.51083) / 3 = 0.17708, 0.01021
+        ("sequence", "kl", 0.0101, [[0, 0, 0], [0, 0, 0]]),
+        ("geometric", "kl", 0.178, [[Q, 1, 1.5], [Q, 1, 0]]),
+        ("geometric", "tv", 0.17, [[Q, 1, 1.5], [Q, 1, 0]]),  # means 0.5 / 3 and 0.05
+        ("geometric", "tv", 0.16, [[0, 0, 0], [Q, 1, 0]]),
+    ],
+)
+def test_a_gate_of_divergence_drops_units_and_weighs_the_tokens_of_others_by_their_ratio(level, gate, most, weights):
+    config = CorrectionConfig(level=level, mode="mask", gate=gate, max_divergence=most, cap=1.5, low=1.1)
+    weights_BL, changed_BL = config.weights(*COINS_BL, COINS_MASK_BL)
+    assert weights_BL.flatten().tolist() == pytest.approx([x for row in weights for x in row], rel=1e-6)
+    assert torch.equal(changed_BL, (weights_BL == 0) & (COINS_MASK_BL == 1)) and R > 1.5
+
+
+@pytest.mark.parametrize("other", [{"mode": "truncate"}, {"level": "off"}, {"level": "sequence", "token_cap": 2.0}])
+def test_a_gate_of_divergence_needs_a_mask_without_another_weight(other):
+    with pytest.raises(ValidationError, match=r"gate = 'kl': applies to mode = \"mask\""):
+        CorrectionConfig(**{"mode": "mask", "gate": "kl"} | other)
+    assert {"gate", "max_divergence"}.isdisjoint(keyed(CorrectionConfig()))
+
+
 def test_the_mismatch_metrics_match_hand_computed_numbers_and_do_not_see_outside_the_mask():
     metrics = Mismatch.of(*(torch.where(MASK_BL != 0, x, NAN) for x in (OLD_BL, ROLLOUT_BL)), MASK_BL).metrics()
     log2 = math.log(2)

@@ -3,15 +3,9 @@
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from rlhf_core.config.engines import (
-    BaseModelConfig,
-    HFSamplerConfig,
-    InitModel,
-    PretrainedModel,
-    RuntimeConfig,
-    SamplingConfig,
-    VllmSamplerConfig,
-)
+from rlhf_core.config.engines import SamplingConfig
+from rlhf_core.config.models import BaseModelConfig, InitModel, PretrainedModel
+from rlhf_core.config.runtime import HFSamplerConfig, RuntimeConfig, VllmSamplerConfig
 from rlhf_core.schema.base import keyed
 
 TWO = {"type": "vllm", "tensor_parallel": 2}

@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from rlhf_core.algorithms.advantage.group import CustomAdvantage, GRPOAdvantage
+from rlhf_core.algorithms.advantage.group import CustomAdvantage, FlashReinforceAdvantage, GRPOAdvantage
 from rlhf_core.algorithms.advantage.token import GAEAdvantage
 from rlhf_core.algorithms.policy.clip import ClipLoss, GSPOLoss
 from rlhf_core.algorithms.policy.weighted import CISPOLoss
@@ -34,7 +34,14 @@ def test_a_bare_name_stands_for_its_defaults(name):
     assert keyed(PPOConfig(loss=name))["loss"]["type"] == name
 
 
-@pytest.mark.parametrize("kind", [kind for kind in GROUP_ADVANTAGES if kind is not CustomAdvantage])
+OF_GROUPS = [kind for kind in GROUP_ADVANTAGES if kind not in (CustomAdvantage, FlashReinforceAdvantage)]
+
+
+def test_a_baseline_of_the_whole_step_needs_one_sample_of_a_prompt():
+    assert PPOConfig(advantage="flash_reinforce", kl=KLAsLoss()).samples_per_prompt == 1
+
+
+@pytest.mark.parametrize("kind", OF_GROUPS)
 def test_estimators_that_compare_samples_need_two_of_them(kind):
     with pytest.raises(ValidationError, match=r"samples_per_prompt = 1: .* compares the samples of a prompt"):
         PPOConfig(advantage=kind(), kl=KLAsLoss())
@@ -167,8 +174,20 @@ def test_estimators_that_compare_samples_need_two_of_them(kind):
             {"distill": {"teachers": {"t": 1.0}}, "kl": {"coef": 0.0}, "evaluate": {}},
             "evaluate.metric = 'eval/reward/mean': there is no term of rewards, so that each answer earns 0 and the first",
         ),
-        ({"order": "band", "ahead": STALE}, "order = 'band': .*, and ahead draws them by the step alone"),
-        ({"order": "band", "mixture": {"a": 1.0}}, "order = 'band': .*, and mixture draws them by the step alone"),
+        (
+            {"order": "band", "ahead": PARTIAL, "correction": {"level": "token"}},
+            "order = 'band': .*, and ahead.type = 'partial' draws them in groups of no step",
+        ),
+        (
+            {"ahead": PARTIAL, "schedule": [{"steps": 1}], "correction": {"level": "token"}},
+            r"schedule = .*: answers of ahead.type = 'partial' are sampled over several steps",
+        ),
+        (
+            {"steps": 4, "schedule": [{"steps": 4}, {"steps": 1}]},
+            r"schedule = .*: its last part begins after 4 steps, and there are 4",
+        ),
+        ({"schedule": [{"steps": 2, "mixture": {"a": 0.0}}]}, r"schedule\[0\]\.mixture = .*: no source has a share"),
+        ({"schedule": [{"steps": 2, "sampling": {"temperature": 0.0}}]}, "greater than 0"),
         ({"order": "band", "band": {"term": "rewrd_model"}}, "band.term = 'rewrd_model': .* did you mean reward_model"),
         (
             {"order": "band", "rewards": {"normalize": "running"}},

@@ -6,13 +6,8 @@ from types import MappingProxyType
 import pytest
 
 from rlhf_core.config import engines
-from rlhf_core.config.engines import (
-    RuntimeConfig,
-    TrainerConfig,
-    VllmSamplerConfig,
-    VllmServerSamplerConfig,
-    multiplies_bfloat16,
-)
+from rlhf_core.config.engines import TrainerConfig, multiplies_bfloat16
+from rlhf_core.config.runtime import RuntimeConfig, VllmSamplerConfig, VllmServerSamplerConfig
 from rlhf_core.schema.base import keyed
 
 ZEN_4 = "processor\t: 0\nflags\t\t: fpu avx2 avx512f avx512_bf16 avx512vl\n\nprocessor\t: 1\nflags\t\t: fpu avx2\n"

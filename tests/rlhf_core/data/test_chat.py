@@ -253,6 +253,24 @@ def test_only_what_the_assistant_says_and_calls_is_trained(calling):
     assert last is not None and last.token_ids[: last.loss_mask.index(1)] == calling.prompt_ids(TALK[:-1])
 
 
+CALL_END = NO_END.replace("{{- '' if", "{{- '<|call|>\\n' if")
+
+
+def test_a_call_may_end_with_another_declared_end_token(chat_folder):
+    tokenizer = ChatTemplate.load(chat_folder).tokenizer
+    tokenizer.add_tokens([AddedToken("<|call|>", special=True)])
+    tokenizer.chat_template = CALL_END
+    calling = ChatTemplate(tokenizer, ends=[tokenizer.convert_tokens_to_ids("<|call|>")])
+    sample = conversation(calling, *TALK)
+    assert [golden(calling, span) for span in trained_spans(calling, sample)] == [
+        'I add.<call>{"name": "add", "arguments": {"a": 12}}</call><|call|>',
+        '<call>{"name": "add", "arguments": {"a": 30}}</call><|call|>',
+        f"It is 42.{tokenizer.eos_token}",
+    ]
+    with pytest.raises(ConfigError, match="the end of the turn of a tool call"):  # not declared
+        ChatTemplate(tokenizer).conversation(TALK, max_length=4096)
+
+
 @pytest.mark.parametrize(
     ("text", "messages", "missing"),
     [

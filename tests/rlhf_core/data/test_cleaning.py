@@ -5,6 +5,7 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from typing import Any
+from unicodedata import normalize as normal
 
 import pytest
 
@@ -387,3 +388,19 @@ def test_keys_are_masked_and_no_value_is_lost():
 def test_the_checksum_of_the_standard():
     assert luhn("79927398713")
     assert not any(luhn(f"7992739871{digit}") for digit in "012456789")
+
+
+CAFE = {form: normal(form, "Caf\u00e9 no\u0308 1\u00b2?") for form in ("NFC", "NFD", "NFKC", "NFKD")}
+
+
+@pytest.mark.parametrize("form", ["NFC", "NFD", "NFKC", "NFKD"])
+def test_an_evaluation_prompt_in_another_normal_form_is_the_same(form):
+    for other in (CAFE[form], CAFE[form].upper(), f" {CAFE[form]}\n"):
+        report = DropReport()
+        assert decontaminate([row(other, "a")], [row(CAFE["NFC"])], ngram=None, report=report) == []
+    assert len(decontaminate([row("Cafe no 12?", "a")], [row(CAFE["NFC"])], ngram=None, report=DropReport())) == 1
+
+
+def test_copies_in_nfc_and_nfd_are_one_row_and_powers_are_no_digits():
+    rows = [row(CAFE["NFC"], "a"), row(CAFE["NFD"], "a", line=2), row(CAFE["NFKC"], "a", line=3)]
+    assert deduplicate(rows, DropReport()) == [rows[0], rows[2]]

@@ -5,12 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset, interleave_datasets
 
 from rlhf_core.config.data import Files
 from rlhf_core.data.files import make_tables
 from rlhf_core.data.limits import DropReport, Origin
 from rlhf_core.data.tables import Tables
 from rlhf_core.errors import DataError
+from rlhf_core.types import derive_seed
 
 
 def write(path: Path, rows: list[Any]) -> str:
@@ -136,6 +138,49 @@ def test_weights_set_the_shares_of_a_table(tmp_path):
     assert report.unused == {"large": 70}
     assert len(tables_of(sources=sources)[0].prompts) == 100
     assert len(tables_of(sources=sources, max_rows=7)[0].prompts) == 7
+
+
+@pytest.mark.parametrize(("stopping_strategy", "repeats"), [("first_exhausted", False), ("all_exhausted", True)])
+def test_a_stopping_strategy_draws_training_rows_as_datasets_does(tmp_path, stopping_strategy, repeats):
+    counts, weights = {"small": 10, "large": 90}, {"small": 1.0, "large": 2.0}
+    sources = [
+        source(tmp_path, [{"prompt": f"{name} {n}"} for n in range(count)], "prompts", name=name, weight=weights[name])
+        for name, count in counts.items()
+    ]
+    tables, _, report = tables_of(sources=sources, mixture="weights", stopping_strategy=stopping_strategy)
+    theirs = interleave_datasets(
+        [Dataset.from_dict({"source": [name] * count}) for name, count in counts.items()],
+        [1 / 3, 2 / 3],
+        seed=derive_seed(3, "prompts"),
+        stopping_strategy=stopping_strategy,
+    )["source"]
+    assert [row.source for row in tables.prompts] == list(theirs)
+    different = {row.messages for row in tables.prompts}
+    assert (len(different) < len(tables.prompts)) == repeats and len({row.id for row in tables.prompts}) == len(theirs)
+    assert sum(report.unused.values()) == 100 - len(different)
+    assert (len(different) == 100) == repeats
+
+
+def test_held_out_rows_are_never_repeated(tmp_path):
+    sources = [
+        source(
+            tmp_path,
+            [{"prompt": f"{name} {n}", "completion": "yes"} for n in range(count)],
+            "demonstrations",
+            name=name,
+            weight=weight,
+        )
+        for name, count, weight in (("small", 20, 9.0), ("large", 80, 1.0))
+    ]
+    tables, _, _ = tables_of(sources=sources, mixture="weights", stopping_strategy="all_exhausted", eval_fraction=0.2)
+    held_out = [row.messages for row in tables.eval_demonstrations]
+    assert held_out and len(set(held_out)) == len(held_out)
+    assert len({row.messages for row in tables.demonstrations}) < len(tables.demonstrations)
+
+
+def test_a_stopping_strategy_needs_weights(tmp_path):
+    with pytest.raises(ValueError, match=r"stopping_strategy = 'all_exhausted': only sources with shares"):
+        tables_of(sources=[source(tmp_path, [{"prompt": "p"}], "prompts")], stopping_strategy="all_exhausted")
 
 
 def kto(prompt: str, answer: str, label: bool | None) -> dict[str, Any]:
@@ -416,3 +461,85 @@ def test_a_pair_of_answers_that_two_people_judged_has_no_annotator(tmp_path):
     pairs = both(tables, "preferences")
     assert sorted(bool(pair.annotator) for pair in pairs) == [False, True, True, True, True]
     assert [bool(row.annotator) for row in both(tables, "feedback")] == [True]
+
+
+CONVERSATION = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+
+
+@pytest.mark.parametrize("place", [0, 30, 59])
+@pytest.mark.parametrize(
+    "odd", [{"prompt": "q"}, {"prompt": "q", "completion": None}, {"messages": CONVERSATION}, {"text": "q"}, {"x": 1}]
+)
+def test_most_rows_decide_on_the_format_wherever_an_odd_one_is(tmp_path, odd, place):
+    rows: list[Any] = [{"prompt": f"q {number}", "completion": f"a {number}"} for number in range(59)]
+    rows.insert(place, odd)
+    tables, _, report = tables_of(sources=[source(tmp_path, rows, "demonstrations")])
+    assert len(both(tables, "demonstrations")) == 59 and [drop.origin.line for drop in report.drops] == [place + 1]
+
+
+@pytest.mark.parametrize(
+    ("column", "parts"),
+    [
+        *(
+            (name, ["question", name])
+            for name in ("choices", "Options", "option_a", "B", "opa", "endings", "hypothesis")
+        ),
+        *((name, [name, "question"]) for name in ("passage", "documents", "context", "supporting_paragraphs", "table")),
+    ],
+)
+def test_a_column_that_belongs_to_the_question_is_not_left_out(tmp_path, column, parts):
+    rows = [{"question": f"Which is {number}?", column: [f"{number}"], "answer": "B"} for number in range(9)]
+    with pytest.raises(DataError, match="would be left out in silence") as error:
+        tables_of(sources=[source(tmp_path, rows, "prompts")])
+    assert f'row["prompt"] = "\\n\\n".join(str(row[name]) for name in {parts})' in str(error.value)
+    for row in rows:
+        row["prompt"] = "\n\n".join(str(row[name]) for name in parts)
+        row.pop(column), row.pop("question")
+        row["label"] = row.pop("answer")
+    tables, _, _ = tables_of(sources=[source(tmp_path, rows, "prompts")])
+    assert {row.label for row in tables.prompts} == {"B"} and "['3']" in str(tables.prompts)
+
+
+def test_a_key_of_a_turn_with_documents_is_not_left_out(tmp_path):
+    turns = [{"role": "user", "content": "Hi", "documents": [{"text": "a"}]}, CONVERSATION[1]]
+    with pytest.raises(DataError, match=r"\['messages\[\].documents'\] would be left out"):
+        tables_of(sources=[source(tmp_path, [{"messages": turns}], "demonstrations")])
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
+def test_integer_labels_with_a_gap_are_integers(tmp_path, kind):
+    import pandas
+
+    frame = pandas.DataFrame(
+        {"prompt": [f"q {n}" for n in range(9)], "label": [None if n == 5 else n for n in range(9)]}
+    )
+    path = tmp_path / f"x.{kind}"
+    if kind == "jsonl":
+        path.write_text(
+            "".join(json.dumps({"prompt": p, "label": n if n == n else None}) + "\n" for p, n in frame.values)
+        )
+    else:
+        frame.to_csv(path, index=False) if kind == "csv" else frame.to_parquet(path)
+    tables, _, _ = tables_of(sources=[{"name": "s", "path": str(path), "use": {"prompts": 1.0}}])
+    assert sorted(row.label for row in tables.prompts) == ["", *(f"{n}" for n in range(9) if n != 5)]
+
+
+def test_answers_and_mapped_labels_with_a_gap_are_integers(tmp_path):
+    (tmp_path / "x.csv").write_text("prompt,gold\na,9.0\nb,\n")
+    (tmp_path / "y.csv").write_text("question,answer\na,9.0\nb,4.0\nc,\n")
+    mapped = {"path": str(tmp_path / "x.csv"), "columns": {"label": "gold"}, "use": {"prompts": 1.0}}
+    answers = {"path": str(tmp_path / "y.csv"), "use": {"prompts": 1.0}}
+    tables, _, report = tables_of(sources=[{"name": "x"} | mapped], max_bad_fraction=0.5)
+    assert sorted(row.label for row in tables.prompts) == ["", "9"] and not report.not_read["x"]
+    tables, _, _ = tables_of(sources=[{"name": "y"} | answers], max_bad_fraction=0.5)
+    assert sorted(row.label for row in tables.prompts) == ["4", "9"]
+
+
+def test_decimal_labels_in_text_stay_as_they_are_written(tmp_path):
+    (tmp_path / "x.csv").write_text("prompt,label\na,9.0\nb,1.5\nc,\n")
+    (tmp_path / "y.csv").write_text("prompt,label\na,9.0\nb,1.0\n")
+    for name, labels in (("x", ["", "1.5", "9.0"]), ("y", ["1.0", "9.0"])):
+        tables, _, _ = tables_of(
+            sources=[{"name": name, "path": str(tmp_path / f"{name}.csv"), "use": {"prompts": 1.0}}]
+        )
+        assert sorted(row.label for row in tables.prompts) == labels

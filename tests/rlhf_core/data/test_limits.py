@@ -7,11 +7,11 @@ import pytest
 from tokenizers import AddedToken
 
 from rlhf_core.data.chat import ChatTemplate
-from rlhf_core.data.limits import Drop, DropReport, Origin, limit, parts
+from rlhf_core.data.limits import Drop, DropReport, Origin, TokenLimits, control_tokens, limit, parts
 from rlhf_core.data.tables import Demonstration, Preference, SteppedAnswer, Tables
 from rlhf_core.errors import DataError
 from rlhf_core.types import Message, Prompt
-from tests.rlhf_core.data.small_tokenizers import FORGETFUL, with_template
+from tests.rlhf_core.data.small_tokenizers import FORGETFUL, ZEPHYR, tokenizer_of, with_template
 
 # ---------------------------------------------------------------- limits
 
@@ -28,7 +28,7 @@ def limited(chat: ChatTemplate, tables: Tables, **limits: int) -> tuple[Tables, 
     report = DropReport()
     origins = {row.id: Origin("f", number) for rows in tables.named().values() for number, row in enumerate(rows, 1)}
     chosen = {"max_prompt_tokens": 100, "max_tokens": 100, "min_answer_tokens": 1} | limits
-    kept = limit(tables, chat, **chosen, origins=origins, report=report)
+    kept = limit(tables, chat, TokenLimits(**chosen), origins=origins, report=report, progress=lambda _: None)
     return kept, [f"{drop.origin.line} {drop.reason}" for drop in report.drops]
 
 
@@ -126,6 +126,143 @@ def test_steps_are_counted_as_one_answer_a_line_each(chat):
     assert kept.steps == kept.eval_steps == ()
     assert dropped == ["1 conversation too long: 9 tokens, at most 8"] * 2
     assert parts(row) == ((Message("user", "1"),), ((Message("assistant", "2\n34"),),))
+
+
+# ---------------------------------------------------------------- batches and bounds
+
+
+class Counting:
+    """A tokenizer that remembers the texts of each call."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.calls: list[list[str]] = []
+
+    def __call__(self, texts: list[str], **options: Any) -> Any:
+        self.calls.append(texts)
+        return self.tokenizer(texts, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tokenizer, name)
+
+
+def counting(chat: ChatTemplate, **options: Any) -> tuple[ChatTemplate, list[list[str]]]:
+    tokenizer = Counting(chat.tokenizer)
+    made = ChatTemplate(tokenizer, **options)  # type: ignore[arg-type]
+    control_tokens(made)  # its tokens are cached before the first row is checked
+    tokenizer.calls.clear()
+    return made, tokenizer.calls
+
+
+def rows_around_limits() -> Tables:
+    """Rows of all tables with 1 to 40 digits, each a token and a character, in the prompt or the answer."""
+    digits = "1234567890" * 4
+    turns = [
+        (Message("user", digits[:ask]), Message("assistant", digits[:say]))
+        for ask in range(1, 41, 2)
+        for say in (1, ask)
+    ]
+    numbered = list(enumerate(turns))
+    return only(
+        demonstrations=tuple(Demonstration(f"d{at}", (*pair, *pair), "s") for at, pair in numbered),
+        eval_demonstrations=tuple(Demonstration(f"e{at}", pair, "s") for at, pair in numbered),
+        preferences=tuple(
+            Preference(f"p{at}", (ask,), (say,), (say, ask, say), 0.0, "s") for at, (ask, say) in numbered
+        ),
+        prompts=tuple(Prompt(f"q{at}", pair[:1], "", "s") for at, pair in numbered),
+    )
+
+
+@pytest.mark.parametrize(
+    "limits", [(20, 40, 1), (30, 50, 2), (30, 50, 0), (40, 30, 1), (1000, 1000, 1), (1000, 1000, 30)]
+)
+def test_bounds_drop_the_same_rows_for_the_same_reasons_as_counts(chat, limits):
+    named = dict(zip(("max_prompt_tokens", "max_tokens", "min_answer_tokens"), limits, strict=True))
+    tokenizer = with_template(chat, chat.tokenizer.chat_template).tokenizer
+    tokenizer.add_tokens([AddedToken("unused", normalized=False)])
+    bounded, counted = ChatTemplate(tokenizer), ChatTemplate(tokenizer, rows=len(tokenizer) - 1)
+    assert (bounded.token_bounds() is None, counted.token_bounds() is None) == (False, True)
+    tables = rows_around_limits()
+    kept, dropped = limited(bounded, tables, **named)
+    assert (kept, dropped) == limited(counted, tables, **named)
+    assert dropped or limits == (1000, 1000, 1)
+
+
+def test_only_rows_that_may_be_too_long_are_tokenized_and_all_in_one_call(chat):
+    counted, calls = counting(chat)
+    # <|user|>123<|end|><|assistant|> has 28 + 3 bytes and 6 tokens
+    rows = tuple(demonstration(f"{asked}", asked, "45") for asked in ("123", "1234", "12345", "123456"))
+    assert limited(counted, only(demonstrations=rows), max_prompt_tokens=32)[1] == []
+    texts = [f"<|user|>{asked}<|end|><|assistant|>" for asked in ("12345", "123456")]
+    assert calls == [[texts[0], "45<|end|>", texts[1]]]
+
+
+def test_texts_that_follow_each_other_are_tokenized_in_one_call_where_a_tokenizer_marks_beginnings():
+    counted, calls = counting(ChatTemplate(tokenizer_of("bpe-prepend", ZEPHYR)))
+    prompt = (Message("user", "1"), Message("assistant", "2"), Message("user", "3"))
+    tables = only(demonstrations=(Demonstration("a", (*prompt, Message("assistant", "4")), "s"),))
+    assert limited(counted, tables, max_prompt_tokens=1000, max_tokens=1000) == (tables, [])
+    assert len(calls) == 1
+    assert len(calls[0]) == 4  # up to where each answer begins and ends
+
+
+def test_an_answer_without_its_end_is_tokenized(chat):
+    open_ended = "{% for m in messages %}{{ m['content'] }}{{ eos_token if 'stop' not in m['content'] }}{% endfor %}"
+    tokenizer = with_template(chat, chat.tokenizer.chat_template).tokenizer
+    tokenizer.chat_template = open_ended
+    rows = demonstration("a", "1", "2"), demonstration("b", "1", "stop")
+    _, dropped = limited(ChatTemplate(tokenizer), only(demonstrations=rows))
+    assert dropped == ["2 answer too short: fewer than 1 trained tokens"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "said", "reason"),
+    [
+        ("long " * 10**5, "1", "prompt too long: at least {} tokens, at most 10"),
+        ("1", "long " * 10**5, "conversation too long: at least {} tokens, at most 20"),
+        ("long " * 10**5, "long " * 10**5, "prompt too long: at least {} tokens, at most 10"),
+        ("123456789", "long " * 10**5, "prompt too long: 12 tokens, at most 10"),
+    ],
+)
+def test_a_text_that_cannot_fit_by_its_characters_is_not_tokenized_whole(chat, asked, said, reason):
+    counted, calls = counting(chat)
+    row = demonstration("a", asked, said)
+    bounds = counted.token_bounds()
+    assert bounds is not None
+    whole = [f"<|user|>{asked}<|end|><|assistant|>", *([f"{said}<|end|>"] if "conversation" in reason else [])]
+    _, dropped = limited(counted, only(demonstrations=(row,)), max_prompt_tokens=10, max_tokens=20)
+    assert dropped == [f"1 {reason.format(sum(map(bounds.least, whole)))}"]
+    assert max(len(text) for texts in calls for text in texts) < 140_000
+
+
+def test_an_answer_that_cannot_fit_may_end_with_another_declared_end_token(chat):
+    tokenizer = with_template(chat, chat.tokenizer.chat_template).tokenizer
+    tokenizer.add_tokens([AddedToken("<|call|>", special=True)])
+    ended = "m['content'] + ('<|call|>' if 'long' in m['content'] else eos_token)"
+    tokenizer.chat_template = f"{{% for m in messages %}}{{{{ {ended} }}}}{{% endfor %}}"
+    calling = ChatTemplate(tokenizer, ends=[tokenizer.convert_tokens_to_ids("<|call|>")])
+    rows = demonstration("a", "1", "2"), demonstration("b", "1", "long " * 10**5)
+    _, dropped = limited(calling, only(demonstrations=rows))
+    assert [one.partition(":")[0] for one in dropped] == ["2 conversation too long"]
+
+
+def test_a_short_answer_to_a_prompt_that_cannot_fit_is_the_reason(chat):
+    row = demonstration("a", "long " * 10**5, "1")
+    _, dropped = limited(chat, only(demonstrations=(row,)), min_answer_tokens=3)
+    assert dropped == ["1 answer too short: fewer than 3 trained tokens"]
+
+
+def test_rows_are_checked_in_batches_of_some_characters_and_progress_is_told(chat):
+    counted, calls = counting(chat, rows=len(chat.tokenizer))
+    said: list[str] = []
+    # 4 rows of 0.3 million characters: a batch of 4 has more than 2 ** 20
+    rows = tuple(demonstration(f"{at}", f"{at} " + "1" * 300_000, "2") for at in range(5))
+    origins = {row.id: Origin("f", 1) for row in rows}
+    limits = TokenLimits(400_000, 400_000, 1)
+    limit(only(demonstrations=rows), counted, limits, origins=origins, report=DropReport(), progress=said.append)
+    assert [len(texts) for texts in calls] == []  # all fit by their bytes
+    assert [one.partition(", ")[0] for one in said] == ["4 of 5 rows", "5 of 5 rows"]
+    assert all(one.endswith(" a second") for one in said)
 
 
 # ---------------------------------------------------------------- validation

@@ -65,6 +65,13 @@ def test_scores_come_back_and_are_none_in_shards_from_before_there_were_any(tmp_
     assert read_rollouts(tmp_path / "old") == [Rollout(PROMPT, (), EPISODE, 0.0, {})]
 
 
+def test_a_column_that_arrow_keeps_in_parts_is_written_whole(tmp_path):
+    """One with more than 2 GiB of text."""
+    schema = pa.schema([pa.field("text", pa.string())])
+    write_table(tmp_path / "texts.parquet", schema, {"text": pa.chunked_array([["a", "b"], ["c"]])})
+    assert [row["text"] for row in read_table(tmp_path / "texts.parquet", schema)] == ["a", "b", "c"]
+
+
 def test_an_interrupted_write_leaves_no_shard(tmp_path):
     unwritable = Generation(PROMPT, (1,), replace(COMPLETION, seed="not a number"))
     with pytest.raises(Exception, match="not a number"):
@@ -100,10 +107,14 @@ def talks(*ids: str) -> list[dict[str, object]]:
     return [{"id": one, "messages": plain_messages(TALK)} for one in ids]
 
 
+def columns(rows: list[dict[str, object]]) -> dict[str, list[object]]:
+    return {name: [row[name] for row in rows] for name in SCHEMA.names}
+
+
 def test_the_columns_that_were_asked_for_come_back(tmp_path):
     path = tmp_path / "new" / "a.parquet"
     for rows in ([], talks("1", "2")):
-        write_table(path, SCHEMA, rows)
+        write_table(path, SCHEMA, columns(rows))
         assert read_table(path, SCHEMA) == rows
     assert to_messages(read_table(path, SCHEMA)[0]["messages"]) == TALK
     assert read_table(path, pa.schema([("id", pa.string())])) == [{"id": "1"}, {"id": "2"}]
@@ -112,13 +123,13 @@ def test_the_columns_that_were_asked_for_come_back(tmp_path):
 def test_a_missing_table_and_a_foreign_table_are_named(tmp_path):
     with pytest.raises(DataError, match=r"a\.parquet.*must exist"):
         read_table(tmp_path / "a.parquet", SCHEMA)
-    write_table(tmp_path / "a.parquet", pa.schema([("id", pa.string())]), [{"id": "1"}])
+    write_table(tmp_path / "a.parquet", pa.schema([("id", pa.string())]), {"id": ["1"]})
     with pytest.raises(DataError, match=r"a\.parquet.*lacks the columns \['messages'\]"):
         read_table(tmp_path / "a.parquet", SCHEMA)
 
 
 def test_a_write_that_is_interrupted_leaves_what_was_there(tmp_path, monkeypatch):
-    write_table(tmp_path / "a.parquet", SCHEMA, talks("old"))
+    write_table(tmp_path / "a.parquet", SCHEMA, columns(talks("old")))
     replace_file(tmp_path / "b.json", b"old")
 
     def power_cut(path: Path) -> None:
@@ -126,7 +137,7 @@ def test_a_write_that_is_interrupted_leaves_what_was_there(tmp_path, monkeypatch
 
     monkeypatch.setattr(files, "fsync_path", power_cut)
     with pytest.raises(OSError, match="no space"):
-        write_table(tmp_path / "a.parquet", SCHEMA, talks("new"))
+        write_table(tmp_path / "a.parquet", SCHEMA, columns(talks("new")))
     with pytest.raises(OSError, match="no space"):
         replace_file(tmp_path / "b.json", b"new")
     assert read_table(tmp_path / "a.parquet", SCHEMA) == talks("old")
@@ -158,10 +169,21 @@ SCORER = {"count": 2, "mean": 0.1 + 0.2}
 def test_what_a_policy_made_comes_back_bit_for_bit_for_its_step_and_policy_alone(tmp_path):
     log = RolloutLog(tmp_path / "log")
     log.write(7, ROLLOUTS, SCORER, policy="abc")
+    log.wait()
     assert RolloutLog(tmp_path / "log").read(7, policy="abc") == ScoredStep(ROLLOUTS, SCORER)
     assert log.read(8, policy="abc") is log.read(7, policy="abd") is None
     log.write(7, ROLLOUTS[:1], SCORER, policy="new")  # replaces the step of another policy
     assert log.read(7, policy="new") == ScoredStep(ROLLOUTS[:1], SCORER)
+
+
+def test_a_large_step_is_written_in_shards_and_comes_back_in_order(tmp_path, monkeypatch):
+    monkeypatch.setattr("rlhf_core.data.shards.SHARD_TOKENS", 10)
+    log, shards = RolloutLog(tmp_path / "log"), []
+    for step, rollouts in ((1, ROLLOUTS * 5), (2, ROLLOUTS * 2), (3, [])):
+        log.write(step, rollouts, SCORER, policy="abc")
+        assert log.read(step, policy="abc").rollouts == rollouts
+        shards.append(len(list((tmp_path / "log").glob(f"step-{step:06d}/shard-*.parquet"))))
+    assert shards == [3, 1, 1]  # 1 + 10 // (1 + 2) = 4 answers of up to 2 tokens in each
 
 
 def test_a_write_that_was_cut_short_is_nothing_and_is_written_over(tmp_path):
@@ -181,3 +203,11 @@ def test_steps_before_are_forgotten(tmp_path):
         log.write(step, ROLLOUTS, SCORER, policy="abc")
     log.forget(before=10)
     assert [step for step in (8, 9, 10, 100) if log.read(step, policy="abc")] == [10, 100]
+
+
+def test_waiting_for_a_step_that_cannot_be_written_is_an_error(tmp_path):
+    (tmp_path / "log").write_text("a file where the folder would be")
+    log = RolloutLog(tmp_path / "log")
+    log.write(7, ROLLOUTS, SCORER, policy="abc")
+    with pytest.raises(OSError, match="log"):
+        log.wait()

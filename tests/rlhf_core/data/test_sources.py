@@ -1,5 +1,6 @@
 """Every kind of file gives the same rows, each with the line it came from."""
 
+import csv
 import gzip
 import json
 import os
@@ -269,3 +270,60 @@ def test_quotes_that_are_out_of_place_swallow_no_rows_in_silence(tmp_path):
     first, second = read(source(tmp_path / "x.csv"))
     assert first.problem.startswith("not CSV: ") and first.problem.endswith("in lines 2 to 2")
     assert second.row == {"prompt": "c", "completion": "2"}
+
+
+@pytest.mark.parametrize(
+    ("columns", "header", "cell", "value"),
+    [
+        ({}, "completion", "[1, 2]", "[1, 2]"),
+        ({}, "prompt", '{"a": 1}', '{"a": 1}'),
+        ({}, "label", '["42"]', '["42"]'),
+        ({}, "response_a", "[]", "[]"),
+        ({"completion": "solution"}, "solution", "[1]", "[1]"),
+        ({"completions": "answer"}, "answer", '["a", "b"]', ["a", "b"]),
+        ({}, "messages", '[{"role": "user", "content": "a"}]', [{"role": "user", "content": "a"}]),
+        ({}, "prompt", '[{"from": "human", "value": "a"}]', [{"from": "human", "value": "a"}]),
+        ({}, "ratings", "[1, 2]", [1, 2]),
+    ],
+)
+@pytest.mark.parametrize("kind", ["csv", "tsv"])
+def test_cells_of_text_stay_text_whatever_they_look_like(tmp_path, columns, header, cell, value, kind):
+    path = tmp_path / f"x.{kind}"
+    with path.open("w", newline="") as stream:
+        csv.writer(stream, delimiter={"csv": ",", "tsv": "\t"}[kind]).writerows([["id", header], ["1", cell]])
+    assert rows_of(path, columns=columns) == [{"id": "1", header: value}]
+
+
+JUDGED = {"label": [0, 1, -1, None], "steps": [[0, 1], [], None, [1]], "inner": [{"a": 1}, {"a": 0}, None, {"a": None}]}
+
+
+def classes(names: list[str]) -> Any:
+    from datasets import ClassLabel, Dataset, Features, List
+
+    one = ClassLabel(names=names)
+    return Dataset.from_dict(JUDGED, features=Features({"label": one, "steps": List(one), "inner": {"a": one}}))
+
+
+@pytest.mark.parametrize("kind", ["saved", "parquet", "arrow"])
+def test_classes_have_their_names_at_any_depth(tmp_path, kind):
+    made, path = classes(["good", "bad"]), tmp_path / f"x.{kind}"
+    if kind == "saved":
+        made.save_to_disk(str(path))
+    elif kind == "parquet":
+        made.to_parquet(str(path))
+    else:
+        write_arrow(path, made.data.table)
+    assert [row["label"] for row in rows_of(path)] == ["good", "bad", None, None]
+    assert [row["steps"] for row in rows_of(path)][:2] == [["good", "bad"], []]
+    assert [row["inner"]["a"] for row in rows_of(path)[:2]] == ["bad", "good"]
+
+
+@pytest.mark.parametrize("options", [{"label_coding": "verdict"}, {"format": "unpaired_preference"}])
+def test_classes_whose_names_do_not_say_which_one_is_good_are_no_verdicts(tmp_path, options):
+    for number, names in enumerate((["LABEL_0", "LABEL_1"], ["up", "down"])):
+        classes(names).to_parquet(str(tmp_path / f"{number}.parquet"))
+        assert rows_of(tmp_path / f"{number}.parquet")[0]["label"] == names[0]
+        with pytest.raises(DataError, match=r'save the data again: dataset = dataset.cast_column\("label", ClassLabel'):
+            rows_of(tmp_path / f"{number}.parquet", **options)
+    classes(["bad", "good"]).to_parquet(str(tmp_path / "y.parquet"))
+    assert rows_of(tmp_path / "y.parquet", **options)[0]["label"] == "bad"

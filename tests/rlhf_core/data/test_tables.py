@@ -9,7 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlhf_core.data.chat import ChatTemplate
+from rlhf_core.data.shards import plain_messages, write_table
 from rlhf_core.data.tables import (
+    DEMONSTRATIONS_SCHEMA,
     Demonstration,
     Feedback,
     Preference,
@@ -75,6 +77,19 @@ def test_rows_come_back_and_columns_that_no_row_needs_are_not_written(tmp_path, 
     assert read(place) == rows
     names = pq.read_schema(next(tmp_path.iterdir())).names
     assert [name for name in names if name in ("annotator", "conversational")] == optional
+
+
+def test_a_table_of_many_parts_has_the_bytes_of_one_written_at_once(tmp_path):
+    # 25,000 rows are three parts; pyarrow cuts pages by rows, and their texts are more than one page
+    rows = [Demonstration(f"d{at}", (Message("user", f"{at} " * 40), *SAY), "world") for at in range(25_000)]
+    write_demonstrations(tmp_path / "parts.parquet", rows)
+    columns = {
+        "id": [row.id for row in rows],
+        "messages": [plain_messages(row.messages) for row in rows],
+        "source": [row.source for row in rows],
+    }
+    write_table(tmp_path / "whole.parquet", DEMONSTRATIONS_SCHEMA, columns)
+    assert (tmp_path / "parts.parquet").read_bytes() == (tmp_path / "whole.parquet").read_bytes()
 
 
 def test_a_table_names_its_columns_and_no_other_table_is_taken_for_it(tmp_path):

@@ -130,3 +130,43 @@ def test_the_tools_of_a_row_stand_in_the_first_turn():
     assert content.chosen == (Message("assistant", "", FIELDS),)
     with pytest.raises(DataError, match="tools: each needs a name"):
         tools_of([{"type": "function", "function": {"description": "x"}}])
+
+
+@pytest.mark.parametrize("name", ["arguments", "parameters", "args", "input", "params", "kwargs"])
+@pytest.mark.parametrize("given", [{"a": 2, "b": 3}, '{"a": 2, "b": 3}'])
+def test_arguments_are_found_under_their_names_in_use(name, given):
+    nothing = {"arguments": ""} if name != "arguments" else {}  # as tables of text write missing keys
+    for call in (
+        {"type": "function", "function": {"name": "add", name: given, **nothing}},
+        {"name": "add", name: given},
+        {"function": {"name": "add"}, name: given},
+    ):
+        (turn,) = turns_of([{"role": "assistant", "content": "", "tool_calls": [call]}], role="")
+        assert turn.tool_fields == FIELDS
+    (turn,) = turns_of([{"from": "function_call", "value": json.dumps({"name": "add", name: given})}], role="")
+    assert turn.tool_fields == FIELDS
+
+
+@pytest.mark.parametrize(
+    ("call", "rule"),
+    [
+        ({"name": "add", "a": 2, "b": 3}, r"has \['a', 'b'\] and no arguments"),
+        ({"function": {"name": "add", "payload": {"a": 2}}}, r"has \['payload'\] and no arguments"),
+        ({"name": "add", "args": {"a": 2}, "arguments": {"a": 3}}, "arguments twice, and they differ"),
+        ({"name": "add", "args": [2, 3]}, "arguments must be an object"),
+    ],
+)
+def test_arguments_that_are_not_found_are_not_taken_for_none(call, rule):
+    with pytest.raises(DataError, match=rule):
+        turns_of([{"role": "assistant", "content": "", "tool_calls": [call]}], role="")
+
+
+@pytest.mark.parametrize("empty", [{"content": ""}, {"content": " \n"}, {"content": None}, {"content": []}])
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_an_empty_system_turn_says_nothing(role, empty):
+    turns = [{"role": role, **empty}, {"role": "user", "content": "Hi"}]
+    assert turns_of(turns, role="") == (Message("user", "Hi"),)
+    assert turns_of([{"from": "system", "value": ""}, {"from": "human", "value": "Hi"}], role="") == (
+        Message("user", "Hi"),
+    )
+    assert turns_of([{"role": role, "content": "Be brief."}, turns[1]], role="")[0] == Message("system", "Be brief.")

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.evaluation import metrics
@@ -29,7 +31,8 @@ from rlhf_core.evaluation.metrics import (
     reliability,
     repetition,
 )
-from rlhf_core.types import ActionSpan, Completion, Generation, Message, PolicyRef, Prompt, TokenSample
+from rlhf_core.sequences import Sequences
+from rlhf_core.types import ActionSpan, Completion, Generation, Message, PolicyRef, Prompt
 
 # ---------------------------------------------------------------- metrics
 
@@ -149,9 +152,9 @@ class ConstantReference:
     def trainer(self, *_: Any) -> Iterator[ConstantReference]:
         yield self
 
-    def logprobs(self, samples: Sequence[TokenSample], *, temperature: float) -> list[tuple[float, ...]]:
+    def logprobs(self, samples: Sequences, *, temperature: float) -> NDArray[np.float32]:
         self.calls += 1
-        return [tuple(-3.0 * part for part in sample.loss_mask) for sample in samples]
+        return -3.0 * samples.loss_mask.astype(np.float32)
 
 
 def ratios(rows: list[Generation], context: ConstantReference) -> tuple[float, ...]:

@@ -17,7 +17,7 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from rlhf_core.http.door import CONNECTIONS, NONCE, PROOF, Door, proof, user_at
+from rlhf_core.http.door import CONNECTIONS, NONCE, PROOF, Door, proof, refused, user_at
 from tests.support.reward_servers import serving
 
 # ---------------------------------------------------------------- door
@@ -60,6 +60,16 @@ def test_a_foreign_page_reaches_nothing(method, origin):
     answer = server.client.request(method, "/run", headers={"Origin": origin})
     assert answer.status_code == 403 and server.reached == 0
     assert not [name for name in answer.headers if name.startswith("access-control-")]
+
+
+@pytest.mark.parametrize("hosts", [[], [OWN, OWN], [OWN, "foreign.example"], ["foreign.example", OWN]])
+def test_a_request_has_exactly_one_name_of_its_server(hosts):
+    """A proxy may read another one of two than the server does (RFC 9112, 3.2)."""
+    assert refused(hosts, []) == "this server answers only requests to 127.0.0.1 and localhost"
+    server = Server()
+    if hosts:
+        answer = server.client.post("/run", headers=[("Host", host) for host in hosts])
+        assert answer.status_code == 403 and server.reached == 0
 
 
 @pytest.mark.parametrize("host", FOREIGN_NAMES)

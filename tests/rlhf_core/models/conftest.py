@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_core.config.engines import InitModel, LoraConfig
+from rlhf_core.config.models import InitModel, LoraConfig
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.models.initialize import initialize_llama, train_tokenizer
 from rlhf_core.models.loading import load_model

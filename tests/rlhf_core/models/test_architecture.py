@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rlhf_core.config.engines import HFSamplerConfig, LoraConfig, SamplingConfig
+from rlhf_core.config.engines import SamplingConfig
+from rlhf_core.config.models import LoraConfig
+from rlhf_core.config.runtime import HFSamplerConfig
 from rlhf_core.errors import ConfigError, SamplingError
 from rlhf_core.models.architecture import check_longest, length_limit, read_config
 from rlhf_core.models.batches import collate, unpack

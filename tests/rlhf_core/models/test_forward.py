@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rlhf_core.config.engines import InitModel
+from rlhf_core.config.models import InitModel
 from rlhf_core.errors import ConfigError
 from rlhf_core.models import forward
 from rlhf_core.models.batches import TokenBatch, collate, unpack
@@ -22,6 +22,7 @@ from rlhf_core.models.forward import (
     sequence_scores,
     token_logprobs,
     token_values,
+    warn_of_positions,
 )
 from rlhf_core.types import TokenSample
 from tests.rlhf_core.models.conftest import assert_near, sharpened
@@ -260,6 +261,15 @@ def test_a_family_with_an_unknown_rule_after_its_head_is_refused():
     model.config.logit_scale = 0.5  # Llama's own forward pass does not scale
     with pytest.raises(ConfigError, match="LlamaForCausalLM"):
         check_head(model)
+
+
+def test_rotary_positions_beyond_those_of_the_model_are_computed_with_one_warning(caplog):
+    warn_of_positions.cache_clear()
+    model = llama("sdpa")  # of 64 positions
+    for length, warnings in ((64, 0), (65, 1), (66, 1)):
+        row = TokenSample(tuple(range(5, 5 + length)), (0,) + (1,) * (length - 1))
+        token_logprobs(model, collate([row], pad_id=0), temperature=1.0, with_entropy=False)
+        assert len([one for one in caplog.records if "than the 64 positions" in one.getMessage()]) == warnings
 
 
 def test_a_family_without_position_ids_cannot_be_packed():

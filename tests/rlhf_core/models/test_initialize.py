@@ -6,7 +6,7 @@ import pytest
 
 from rlhf_core.errors import ConfigError
 from rlhf_core.models.initialize import initialize_llama, train_tokenizer
-from rlhf_core.models.loading import load_tokenizer
+from rlhf_core.pretrained import load_tokenizer
 from tests.rlhf_core.models.conftest import TEXTS, TINY, make_tiny_llama
 
 

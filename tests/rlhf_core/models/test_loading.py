@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from rlhf_core.config.engines import InitModel, LoraConfig, PretrainedModel
+from rlhf_core.config.models import InitModel, LoraConfig, PretrainedModel
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.errors import ConfigError
 from rlhf_core.models.batches import collate
@@ -31,12 +31,12 @@ from rlhf_core.models.initialize import initialize_llama, train_tokenizer
 from rlhf_core.models.loading import (
     check_kernels,
     export_model,
-    load_tokenizer,
     materialize,
     shared_vocabulary,
     use_liger,
 )
 from rlhf_core.models.packages import local_folder
+from rlhf_core.pretrained import load_tokenizer
 from rlhf_core.rewards.model import check_classifier
 from rlhf_core.types import Message, TokenSample
 from tests.rlhf_core.models.conftest import IDS, TINY, loaded
@@ -508,7 +508,9 @@ def test_kernels_for_gpus_are_refused_on_a_cpu():
         ConfigError, match=r"attention = 'flash_attention_2': FlashAttention 2 is not available \(device cpu\)"
     ):
         check_kernels("flash_attention_2", liger=False, device="cpu")
-    with pytest.raises(ConfigError, match=r"liger = True: Liger kernels are not available .*install liger-kernel"):
+    with pytest.raises(
+        ConfigError, match=r"liger = True: Liger kernels are not available .*pip install 'rlhf-lifecycle.kernels.'"
+    ):
         check_kernels("sdpa", liger=True, device="cpu")
 
 

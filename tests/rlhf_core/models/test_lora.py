@@ -9,14 +9,15 @@ from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from rlhf_core.config.engines import LoraConfig
+from rlhf_core.config.models import LoraConfig
 from rlhf_core.errors import ConfigError, TrainingError
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.models import lora as quantised
 from rlhf_core.models.batches import collate
 from rlhf_core.models.forward import sequence_scores, token_values
 from rlhf_core.models.loading import export_model
-from rlhf_core.models.lora import WeightStream, has_lora, merged_state_dict, save_adapter, weights_digest
+from rlhf_core.models.lora import WeightStream, has_lora, save_adapter, weights_digest
+from rlhf_core.models.parameter_sources import OpenFiles
 from rlhf_core.models.parts import open_parts
 from rlhf_core.models.weight_files import DTYPES, WeightFile
 from rlhf_core.types import TokenSample
@@ -44,6 +45,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama4_text": {"num_local_experts": 4, "intermediate_size_mlp": 48},
     "jamba": {"num_experts": 4, "mamba_d_state": 8, "attn_layer_period": 2, "attn_layer_offset": 1},
 }
+
+
+def merged_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.cpu() for name, tensor in WeightStream(model)}
 
 
 def trained(folder: Path, lora: LoraConfig = LORA, *, dtype: str = "float32", head: Any = "lm") -> Any:
@@ -312,20 +317,23 @@ def test_adapters_below_a_scalar_head_leave_it_whole_and_are_merged_on_export(fa
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("head", ["lm", "score", "value"])
-@pytest.mark.parametrize("family", ["llama", "gpt2", "cohere", "phi3", "gemma3_text", "qwen2"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gpt2", "cohere", "phi3", "gemma3_text", "qwen2", "qwen3_moe", "deepseek_v3", "jamba"]
+)
 def test_a_model_in_parts_is_the_one_that_is_loaded_whole(family, head, dtype, made):
     folder = made(family, **FAMILIES.get(family, {}))
     whole = loaded(folder, head, dtype=dtype)
     parts = open_parts(ModelSpec(str(folder), head, None, 5), dtype=dtype, attention="sdpa")
     assert parts is not None
     weights, found = dict(whole.named_parameters()), dict(parts.module.named_parameters())
-    assert found.keys() == weights.keys() and parts.places.keys() == {n for n, one in found.items() if one.is_meta}
+    assert found.keys() == weights.keys() and parts.sources.keys() == {n for n, one in found.items() if one.is_meta}
     for name, weight in weights.items():
         assert (found[name].shape, found[name].dtype) == (weight.shape, weight.dtype), name
         size = weight.numel()
         read = [found[name].detach().flatten()]
-        if name in parts.places:  # as three ranks do
-            read = [parts.places[name].read(size * rank // 3, size * (rank + 1) // 3) for rank in range(3)]
+        if name in parts.sources:  # as three ranks do
+            with OpenFiles() as files:
+                read = [parts.sources[name].read(files, size * rank // 3, size * (rank + 1) // 3) for rank in range(3)]
         assert torch.equal(torch.cat(read).to(weight.dtype), weight.detach().flatten()), name
     buffers = dict(parts.module.named_buffers())
     assert [(n, b.dtype, b.tolist()) for n, b in whole.named_buffers()] == [
@@ -338,10 +346,12 @@ def test_a_model_in_parts_is_the_one_that_is_loaded_whole(family, head, dtype, m
 @pytest.mark.parametrize(
     ("family", "options", "lora", "reason"),
     [
-        ("qwen3_moe", MOE, None, "changes the names or the weights of a Qwen3MoeForCausalLM on load"),
-        ("jamba", FAMILIES["jamba"], None, "changes the names or the weights of a JambaForCausalLM on load"),
-        ("llama", {}, LORA, "adapters are made from the weights that they adapt"),
-        ("llama", {"tie_word_embeddings": False}, "tied", "do not have the weights of a LlamaForCausalLM one to one"),
+        (
+            "llama",
+            {"tie_word_embeddings": False},
+            "tied",
+            "do not have all weights of a LlamaForCausalLM, or transformers does more",
+        )
     ],
 )
 def test_the_log_has_the_reason_why_a_model_is_loaded_whole(family, options, lora, reason, made, caplog):
@@ -410,7 +420,9 @@ def loss(model: Any) -> torch.Tensor:
 
 def test_without_bitsandbytes_it_is_refused_before_anything_is_loaded(tiny_llama, monkeypatch):
     monkeypatch.setattr(quantised, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"lora.quantize = 'nf4': needs bitsandbytes.*install bitsandbytes"):
+    with pytest.raises(
+        ConfigError, match=r"lora.quantize = 'nf4': needs bitsandbytes.*pip install 'rlhf-lifecycle.kernels.'"
+    ):
         loaded(tiny_llama, lora=LoraConfig(quantize="nf4"))
 
 

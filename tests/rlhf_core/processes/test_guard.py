@@ -1,15 +1,16 @@
 """A guarded process ends with its starter, and takes along all that it started."""
 
 import asyncio
-import errno
 import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
+import threading
+import time
 
 import pytest
 
+from rlhf_core.processes import guard
 from rlhf_core.processes.child import guarded, guarded_process
 from rlhf_core.processes.guard import _descendants, kill_group
 from rlhf_core.processes.identity import process_stat
@@ -75,6 +76,7 @@ def test_a_command_ends_with_its_starter_when_that_is_killed():
 
 PROGRAM = """
 import subprocess, sys, time
+from rlhf_core.processes import guard
 from rlhf_core.processes.child import take_standard_streams
 from rlhf_core.processes.guard import start_guard
 start_guard()
@@ -109,7 +111,12 @@ def test_the_guard_ends_the_process_and_its_children_when_nobody_holds_its_input
     process.stdout.close()
 
 
-def test_killing_the_group_ends_the_children_too():
+LISTS = pytest.mark.parametrize("lists", [True, False], ids=["with lists of children", "without lists of children"])
+
+
+@LISTS
+def test_killing_the_group_ends_the_children_too(lists, monkeypatch):
+    monkeypatch.setattr(guard, "KERNEL_LISTS_CHILDREN", lists)
     process, _ = started()
     kill_group(process)
     assert process.wait(timeout=20) == -9
@@ -122,6 +129,7 @@ def test_killing_the_group_ends_the_children_too():
 
 ESCAPING = """
 import os, signal, subprocess, sys, time
+from rlhf_core.processes import guard
 from rlhf_core.processes.child import take_standard_streams
 from rlhf_core.processes.guard import start_guard
 start_guard()
@@ -159,7 +167,9 @@ def test_a_worker_that_ends_takes_along_all_that_it_started_and_its_status_is_to
     assert_gone(children)
 
 
-def test_no_session_hides_a_child_from_a_kill_or_from_the_end_of_the_input():
+@LISTS
+def test_no_session_hides_a_child_from_a_kill_or_from_the_end_of_the_input(lists, monkeypatch):
+    monkeypatch.setattr(guard, "KERNEL_LISTS_CHILDREN", lists)
     for kill in (True, False):
         process, children = escaped("time.sleep(60)")
         with process:
@@ -230,9 +240,30 @@ def test_a_program_that_is_not_there_is_named_among_its_errors():
     assert (status, errors) == (1, b"no-such-program: No such file or directory\n")
 
 
-def test_a_process_that_ends_while_it_is_looked_for_is_passed_over(monkeypatch):
-    def gone(self, **_):
-        raise ProcessLookupError(errno.ESRCH, "a folder in /proc whose process was just reaped")
+@LISTS
+def test_children_of_all_threads_are_found_and_those_that_have_ended_are_passed_over(lists, monkeypatch):
+    monkeypatch.setattr(guard, "KERNEL_LISTS_CHILDREN", lists)
+    running: list[subprocess.Popen[bytes]] = []
+    release = threading.Event()
 
-    monkeypatch.setattr(Path, "stat", gone)
-    assert os.getpid() in _descendants(os.getppid())
+    def start_in_thread() -> None:
+        running.append(subprocess.Popen(["sh", "-c", "sleep 600 & wait"]))
+        release.wait()  # the child belongs to this thread
+
+    thread = threading.Thread(target=start_in_thread, daemon=True)
+    thread.start()
+    zombie, reaped = subprocess.Popen(["true"]), subprocess.Popen(["true"])
+    os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)
+    reaped.wait()
+    children = guard._children
+    monkeypatch.setattr(guard, "_children", lambda pid: [*children(pid), *[reaped.pid] * (pid == os.getpid())])
+    while not running or not (grandchildren := children(running[0].pid)):
+        time.sleep(0.01)
+    found = set(_descendants(os.getpid()))
+    assert found >= {running[0].pid, *grandchildren} and not found & {zombie.pid, reaped.pid}
+    release.set()
+    thread.join()
+    for pid in (running[0].pid, *grandchildren):
+        os.kill(pid, signal.SIGKILL)
+    running[0].wait()
+    zombie.wait()

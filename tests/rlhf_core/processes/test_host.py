@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.processes.host import Ended, Host, JsonLines
+from rlhf_core.processes.host import Ended, Host, JsonLines, start_command
 
 ECHO = "import sys\nfor line in sys.stdin:\n    print(line.strip(), flush=True)\n"
 
@@ -25,7 +25,7 @@ ECHO = "import sys\nfor line in sys.stdin:\n    print(line.strip(), flush=True)\
 def test_messages_pass_and_the_end_is_the_last_of_them(program, sent, received, status):
     found: queue.SimpleQueue[Any] = queue.SimpleQueue()
     command = [sys.executable, "-I", "-S", "-c", program]
-    host = Host(command, received=found.put, environment=dict(os.environ), codec=JsonLines())
+    host = Host(start_command(command, environment=dict(os.environ)), received=found.put, codec=JsonLines())
     for message in sent:
         host.send(message)
     assert [found.get(timeout=60) for _ in received] == received

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 # Each in a process of its own, because what is frozen stays so.
 IMPORTS = """
 import gc
@@ -33,6 +35,19 @@ try:
 except ImportError as error:
     print(error, gc.isenabled())
 """
+HIDDEN = """
+import sys
+from importlib.util import find_spec
+from rlhf_core.processes.large_imports import large_imports
+
+with large_imports():
+    print(find_spec("sklearn"))
+print(find_spec("sklearn") is not None)
+sys.modules["sklearn"] = sys  # a package that is imported already stays
+with large_imports():
+    pass
+print(sys.modules["sklearn"] is sys)
+"""
 ENDING = """
 import atexit, gc
 from rlhf_core.processes.large_imports import skip_last_collections
@@ -54,6 +69,11 @@ def test_collections_leave_out_what_imports_made_and_nothing_else():
 
 def test_a_failed_import_leaves_the_collector_as_it_was():
     assert printed(FAILED) == ["no", "such", "library", "False"]
+
+
+def test_a_package_that_only_other_libraries_would_use_is_hidden_from_them_alone():
+    pytest.importorskip("sklearn", reason="scikit-learn is not installed")
+    assert printed(HIDDEN) == ["None", "True", "True"]
 
 
 def test_objects_are_left_alone_after_the_handlers_of_all_libraries():

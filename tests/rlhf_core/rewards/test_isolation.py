@@ -241,6 +241,8 @@ def test_a_function_that_cannot_be_called_is_refused_before_any_answer(moods, fu
 
 
 def test_no_process_is_left_over(moods, tmp_path):
+    with IsolatedReward("mood", f"{moods}:by_mood", timeout_s=60.0):
+        pass  # the warm parent stays
     before = set(psutil.Process().children(recursive=True))
     given = {"function": f"{moods}:by_mood", "on_failure": "invalid", "workers": 2, "timeout_s": 4.0, "batch_size": 1}
     with ExitStack() as leases:
@@ -280,3 +282,37 @@ def test_a_function_that_hangs_dies_with_the_run_that_was_killed(moods):
 def assert_gone(processes: list[psutil.Process]) -> None:
     _, alive = psutil.wait_procs(processes, timeout=10)
     assert [one for one in alive if one.is_running() and one.status() != psutil.STATUS_ZOMBIE] == []
+
+
+SPAWNS = """
+import multiprocessing as mp
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from spawned_helper import length
+
+@dataclass
+class Text:
+    content: str
+
+def one(text): return length(text.content)
+def put(queue, text): queue.put(one(text))
+def pool(completions, **kw):
+    with ProcessPoolExecutor(1, mp_context=mp.get_context("spawn")) as workers:
+        return list(workers.map(one, map(Text, completions)))
+def process(completions, **kw):
+    context = mp.get_context("spawn")
+    queue = context.Queue()
+    child = context.Process(target=put, args=(queue, Text(completions[0])))
+    child.start()
+    value = queue.get(timeout=60)
+    child.join()
+    return [value]
+"""
+
+
+@pytest.mark.parametrize("name", ["pool", "process"])
+def test_a_function_may_spawn_processes_that_run_its_own_file(tmp_path, name):
+    (tmp_path / "spawns.py").write_text(SPAWNS)
+    (tmp_path / "spawned_helper.py").write_text("def length(text): return float(len(text))\n")
+    with IsolatedReward("r", f"{tmp_path / 'spawns.py'}:{name}", timeout_s=90.0) as reward:
+        assert reward([answer("abc")]) == [3.0]

@@ -5,17 +5,20 @@ import math
 import re
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, cast
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from rlhf_core.config.rewards import GenerativeReward, JsonVerdict, JudgeReward, PatternVerdict, RewardsConfig
+from rlhf_core.config.rewards import GenerativeReward, JudgeReward, RewardsConfig
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.errors import ConfigError, RewardError
 from rlhf_core.rewards.generative import GenerativeModel
-from rlhf_core.rewards.judge import CORRECTION, Judge, filled, orders_of, read_score, read_scores
+from rlhf_core.rewards.judge import CORRECTION, Judge, filled, orders_of
 from rlhf_core.rewards.rubrics import check_rubrics
+from rlhf_core.sequences import Sequences
 from rlhf_core.types import Generation, TokenSample
 from tests.rlhf_core.rewards.answers import answer
 from tests.support.chat_server import ChatServer
@@ -55,41 +58,6 @@ def test_the_template_is_filled_in_once():
     )
 
 
-@pytest.mark.parametrize(
-    ("text", "verdict", "score"),
-    [
-        ("Score: 8", PatternVerdict(), 8.0),
-        ("score = 3.5\nno: Score: 4", PatternVerdict(), 4.0),  # the last one counts
-        ("SCORE:-1", PatternVerdict(), -1.0),
-        ("**Score:** 8", PatternVerdict(), 8.0),
-        ("__Score__: **7.5**", PatternVerdict(), 7.5),
-        ('{"score": 8}', JsonVerdict(), 8.0),
-        ('first {"score": 1} then ```{"why": {"x": 1}, "score": "2"}```', JsonVerdict(), 2.0),
-    ],
-)
-def test_the_last_score_counts(text, verdict, score):
-    assert read_score(text, verdict, low=-10, high=10) == score
-
-
-@pytest.mark.parametrize(
-    ("text", "verdict", "message"),
-    [
-        ("very good", PatternVerdict(), "holds no score"),
-        ("Score: 11", PatternVerdict(), "not between 0 and 10"),
-        ('{"score": [1]}', PatternVerdict(), "holds no score"),
-        ('{"score": null}', JsonVerdict(), "holds no score"),
-        ('{"score": "good"}', JsonVerdict(), "'good' is not a number"),
-        ('{"score": NaN}', JsonVerdict(), "nan is not between"),
-        ('{"points": 3}', JsonVerdict(), "holds no score"),
-        ("{", JsonVerdict(), "holds no score"),
-        ('{"a":' * 2000, JsonVerdict(), "holds no score"),
-    ],
-)
-def test_an_answer_without_a_score_is_not_zero(text, verdict, message):
-    with pytest.raises(ValueError, match=message):
-        read_score(text, verdict, low=0, high=10)
-
-
 def test_an_answer_that_cannot_be_judged_fails_alone_and_is_named(endpoint):
     endpoint.says = lambda asked: "Score: 2" if asked == "Rate a" else "I cannot say"
     with judge(endpoint) as one:
@@ -113,16 +81,48 @@ def test_a_fault_of_the_server_is_asked_about_again(endpoint):
 @pytest.mark.parametrize(
     ("says", "reason", "asked"),
     [
-        (503, "{url} answered 503", 3),
-        (401, "{url} answered 401", 1),
-        ("<html>hello", "the judge's server answered with no chat completion: '<html>hello'", 1),
+        (503, '{url} answered 503: {{"choices": [{{"message": {{"role": "assistant", "content": 503}}{tail}', 3),
+        (401, '{url} answered 401: {{"choices": [{{"message": {{"role": "assistant", "content": 401}}{tail}', 1),
+        (None, "{url} answered with an empty reply", 3),
+        ("", "{url} answered with an empty reply", 3),
+        ("<html>hello", "{url} answered with no chat completion: '<html>hello'", 3),
     ],
 )
 def test_a_server_that_does_not_answer_is_named(endpoint, says, reason, asked):
     endpoint.says = lambda _: says
     with judge(endpoint) as one:
         (found,) = one.outcome([generation("a")]).failures.values()
-    assert found == reason.format(url=endpoint.url) and len(endpoint.requests) == asked
+    tail = ', "finish_reason": "stop"}]}'
+    assert found == reason.format(url=endpoint.url, tail=tail) and len(endpoint.requests) == asked
+
+
+def test_an_empty_reply_is_asked_for_again(endpoint):
+    replies = iter([None, " ", "<html>busy"])
+    endpoint.says = lambda asked: next(replies, "Score: 2")
+    with judge(endpoint, retries=3) as one:
+        assert one.outcome([generation("a")]).values == (2.0,)
+
+
+@pytest.mark.parametrize(("asked_s", "waited"), [("20", [20.0]), ("0", [0.5]), ("86400", []), ("soon", [0.5])])
+def test_a_server_that_asks_for_a_pause_gets_it_unless_it_is_hours(endpoint, asked_s, waited):
+    statuses = iter([429])
+    endpoint.says = lambda asked: next(statuses, "Score: 2")
+    endpoint.headers = {"Retry-After": asked_s}
+    pauses: list[float] = []
+    with judge(endpoint, pauses) as one:
+        assert one.outcome([generation("a")]).values == ((2.0,) if waited else (None,))
+    assert pauses == waited
+
+
+@pytest.mark.parametrize("ends", ["length", "content_filter", "MAX_TOKENS", "abort", "SAFETY"])
+def test_a_reply_that_was_cut_off_is_not_read(endpoint, ends):
+    endpoint.says, endpoint.ends = lambda asked: "At first sight Score: 3. Score: 1", lambda asked: ends
+    with judge(endpoint, corrections=0) as one:
+        (reason,) = one.outcome([generation("a")]).failures.values()
+    assert "cut off" in reason and "max_tokens" in reason
+    endpoint.ends = lambda asked: "stop" if asked == CORRECTION else ends
+    with judge(endpoint) as one:
+        assert one.outcome([generation("a")]).values == (1.0,)
 
 
 def test_a_slow_server_and_none_at_all_are_failures_in_time(endpoint):
@@ -285,11 +285,6 @@ def test_a_group_without_scores_is_asked_again_and_then_fails_as_a_whole(endpoin
         one.outcome(group("a", "b"))
 
 
-def test_a_pattern_may_hold_the_list_of_scores():
-    verdict = PatternVerdict(pattern=r"Scores: (.*)")
-    assert read_scores("Scores: 1, 2\nScores: [3; -4.5]", verdict, count=2, low=-5, high=5) == [3.0, -4.5]
-
-
 # ---------------------------------------------------------------- policies as judges
 
 
@@ -300,10 +295,14 @@ class Reader:
         self.chat = chat
         self.samples: list[TokenSample] = []
 
-    def logprobs(self, samples: Sequence[TokenSample], *, temperature: float) -> list[tuple[float, ...]]:
+    def logprobs(self, samples: Sequences, *, temperature: float) -> NDArray[np.float32]:
         assert temperature == 1.0
-        self.samples += samples
-        return [(0.0, math.log(self.probability(self.chat.preview(one))), 0.0) for one in samples]
+        rows = zip(samples.split(samples.token_ids), samples.split(samples.loss_mask), strict=True)
+        asked = [TokenSample(token_ids, loss_mask) for token_ids, loss_mask in rows]
+        self.samples += asked
+        values_S = np.zeros(len(samples.token_ids), np.float32)
+        values_S[samples.offsets[:-1] + 1] = [math.log(self.probability(self.chat.preview(one))) for one in asked]
+        return values_S
 
     def probability(self, shown: str) -> float:
         text, letter, reply = re.search(r"(\w+) has an? (\w).*【(\w+)", shown, re.DOTALL).groups()  # type: ignore[union-attr]

@@ -214,8 +214,15 @@ def test_an_episode_that_failed_is_shown_to_no_reward_whatever_its_policy():
     assert alone.invalid == "the environment closed"
 
 
-def test_weights_move_with_the_steps():
-    spec = TERMS["length"].model_dump() | {"weight": 1.0, "weight_end": 0.0, "weight_steps": 4}
+@pytest.mark.parametrize(
+    ("start", "end", "expected"),
+    [
+        (1.0, 0.0, [9.0, 3.0, 1.0]),  # 8 * (1, 1/4, 0) + 2 * 0.5
+        (0.0, 1.0, [1.0, 7.0, 9.0]),  # a term counts whose weight begins at 0: 8 * (0, 3/4, 1) + 2 * 0.5
+    ],
+)
+def test_weights_move_with_the_steps(start, end, expected):
+    spec = TERMS["length"].model_dump() | {"weight": start, "weight_end": end, "weight_steps": 4}
     scorer = Scorer(
         config_of(length=spec, constant=TERMS["constant"].model_dump()), {"length": length, "constant": constant}
     )
@@ -223,7 +230,7 @@ def test_weights_move_with_the_steps():
     for step in (0, 3, 8):
         scorer.at_step(step)
         rewards += [one.reward for one in scorer(answers(8))]
-    assert rewards == [9.0, 3.0, 1.0]  # 8 * (1, 1/4, 0) + 2 * 0.5
+    assert rewards == expected
 
 
 def test_a_term_is_normalised_then_clipped_then_weighted_and_kept_as_it_was():

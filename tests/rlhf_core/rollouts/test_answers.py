@@ -19,7 +19,7 @@ from tests.rlhf_core.agents.scripted import WORLDS
 from tests.support.training import killed_and_resumed, question, series, shop_and_inputs, untimed
 from tests.support.workshop import Workshop
 
-OPENRLHF = {"type": "openrlhf", "file": str(Path(WORLDS).parents[1] / "integrations" / "openrlhf_agent.py")}
+OPENRLHF = {"type": "openrlhf", "file": str(Path(WORLDS).parents[2] / "rlhf_contrib/openrlhf/openrlhf_agent.py")}
 
 
 def world(name: str, **settings: Any) -> dict[str, Any]:
@@ -61,6 +61,7 @@ def test_the_trainer_reads_episodes_exactly_as_they_were_sampled(tmp_path, polic
     assert series(shop, "policy/ratio_max")[0] == pytest.approx(1.0, abs=1e-6)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "agent",
     [
@@ -96,14 +97,18 @@ def of_sources(**changes: Any) -> PPOConfig:
     return config(None, **settings | changes)
 
 
-def test_sources_have_their_own_environments_beside_answers_of_one_turn_and_a_killed_run_makes_the_same_bytes(
-    tmp_path, policy
-):
-    whole, inputs = mixed_inputs(tmp_path / "whole", policy)
-    uninterrupted, decision = whole.run("ppo", of_sources(), inputs)
+def test_sources_have_their_own_environments_beside_answers_of_one_turn(tmp_path, policy):
+    whole, inputs = mixed_inputs(tmp_path, policy)
+    _, decision = whole.run("ppo", of_sources(), inputs)
     failed, of = failed_of(whole, decision)["agents.b"]
     assert set(failed_of(whole, decision)) == {"agents.b"} and 0 < failed < of == 16
     assert max(series(whole, "source/plain/length")) <= 5 and max(series(whole, "rollout/turns")) > 1
+
+
+@pytest.mark.full
+def test_a_killed_run_whose_sources_have_their_own_environments_makes_the_same_bytes(tmp_path, policy):
+    whole, inputs = mixed_inputs(tmp_path / "whole", policy)
+    uninterrupted, _ = whole.run("ppo", of_sources(), inputs)
     shop, inputs = mixed_inputs(tmp_path / "killed", policy)
     assert killed_and_resumed(shop, "ppo", of_sources(), inputs, at=2).digest == uninterrupted.digest
     assert untimed(shop.tracker.points)[-1] == untimed(whole.tracker.points)[-1]

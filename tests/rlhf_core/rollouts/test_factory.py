@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Self
 
 import pytest
@@ -15,11 +14,10 @@ from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.config.policy import PartialRollouts, PPOConfig, Staleness
 from rlhf_core.data.shards import RolloutLog
 from rlhf_core.errors import DataError, RewardError, SamplerLostError
-from rlhf_core.interfaces import Metrics, here
-from rlhf_core.rollouts.scored_step import open_rollouts, staleness
+from rlhf_core.interfaces import Metrics
+from rlhf_core.rollouts.scored_step import open_rollouts, rollout_metrics, staleness
 from rlhf_core.store.failures import Counts
 from rlhf_core.types import ActionSpan, Completion, Generation, Rollout, SamplingRequest
-from stages.ppo import sampling_metrics
 from tests.rlhf_core.rollouts.fake_engines import PROMPTS, FakeChat, FakeSampler, FakeScorer, FakeTrainer
 
 
@@ -61,11 +59,8 @@ class Ahead:
         self.steps.load_weights(self.policy.weights, version=step)
         drawn = self.steps.generate(step)
         rollouts = self._scored(step, drawn)
-        runtime = SimpleNamespace(apart=here)
-        parts: Any = SimpleNamespace(
-            config=self.config, sampler=self.steps, ends=(), context=SimpleNamespace(runtime=runtime)
-        )
-        return rollouts, sampling_metrics(parts, step, drawn, rollouts)
+        self._log.wait()
+        return rollouts, rollout_metrics(step, drawn, rollouts, self.config, ahead=self.steps.ahead, ends=())
 
 
 @pytest.mark.parametrize("behind", [0, 1, 2, 4])

@@ -99,6 +99,7 @@ def test_a_rollback_returns_to_the_start_and_lowers_the_learning_rate(tmp_path, 
     assert _tensors(exported) == _tensors(first)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("at", [1, 2, 3, 5, 7])
 def test_a_killed_run_with_evaluations_and_rollbacks_ends_with_the_same_bytes(tmp_path, policy, at):
     monitor = ROLLBACK | {"for_steps": 3, "after": 1, "max_rollbacks": 9}
@@ -133,6 +134,7 @@ def test_how_often_checkpoints_are_written_and_a_stop_on_request_change_no_rollb
     assert [one.digest for one in results] == [ref.digest] * 2
 
 
+@pytest.mark.full
 def test_a_run_that_was_stopped_and_killed_before_its_result_does_not_go_on(tmp_path, policy):
     settings = watched(evaluate=EVALUATE, monitors=[ROLLBACK | {"action": "stop", "for_steps": 2}])
     whole, inputs = shop_and_inputs(tmp_path / "whole", policy)
@@ -175,6 +177,7 @@ def test_evaluation_and_warnings_change_no_update(tmp_path, policy):
     assert not (trained / "monitors.json").exists()
 
 
+@pytest.mark.full
 def test_evaluation_beside_sampling_ahead_is_resumed(tmp_path, policy):
     settings = watched(evaluate=EVALUATE, ahead=Staleness(steps=2), checkpoint_every=2)
     whole, inputs = shop_and_inputs(tmp_path / "whole", policy)

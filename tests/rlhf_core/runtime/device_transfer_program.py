@@ -5,6 +5,7 @@ is what runs on GPUs. It writes one JSON object.
 """
 
 import json
+import multiprocessing
 import os
 import sys
 from dataclasses import replace
@@ -15,7 +16,8 @@ from typing import Any
 
 import torch
 
-from rlhf_core.config.engines import SamplingConfig, TrainerConfig, VllmSamplerConfig
+from rlhf_core.config.engines import SamplingConfig, TrainerConfig
+from rlhf_core.config.runtime import VllmSamplerConfig
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.sampling.vllm_sampler import VllmSampler, prepare_environment
 from rlhf_core.types import SamplingRequest
@@ -57,9 +59,14 @@ def main() -> None:
     config = VllmSamplerConfig(max_model_len=96, kv_cache_gib=0.25, tensor_parallel=tensor_parallel)
     prepare_environment(config, threads=1)
     without_gpus()
+    from vllm.v1.executor import multiproc_executor
+
     from rlhf_core.runtime import vllm_transfer, weight_sync
     from rlhf_core.sampling import vllm_engine
     from rlhf_core.training.trainer import LocalTrainer
+
+    # As on GPUs: on CPUs vLLM starts its workers as fresh processes, each of which imports everything again.
+    multiproc_executor.get_mp_context = partial(multiprocessing.get_context, "fork")
 
     # Workers import this module for the class below, and so get the other wire, too.
     extension = "tests.rlhf_core.runtime.device_transfer_program.OverTcp"

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import rlhf_core
-from rlhf_core.config.engines import RuntimeConfig, TrainerConfig
+from rlhf_core.config.engines import TrainerConfig
+from rlhf_core.config.runtime import RuntimeConfig
 from rlhf_core.errors import ConfigError, WorkerLostError
 from rlhf_core.processes.child import idle_threads
 from rlhf_core.runtime import connection
@@ -25,6 +26,7 @@ from rlhf_core.runtime.cluster import (
 )
 from rlhf_core.runtime.connection import connect_again, in_lasting_thread, keep_token_private
 from rlhf_core.runtime.local_runtime import open_runtime
+from rlhf_core.runtime.placement import Placement
 
 
 @pytest.fixture
@@ -73,10 +75,15 @@ def test_workers_find_this_package_and_soon_sleep_when_idle(monkeypatch):
     assert idle_threads().items() <= environment.items()
 
 
-def test_workers_that_compute_at_once_share_the_cores():
-    assert threads_per_worker(RuntimeConfig(cpu_threads=0), workers=1) == available_cores()
-    assert threads_per_worker(RuntimeConfig(cpu_threads=0), workers=10_000) == 1
-    assert threads_per_worker(RuntimeConfig(cpu_threads=5), workers=2) == 5
+def test_a_worker_has_a_thread_for_each_core_of_its_share():
+    assert threads_per_worker(RuntimeConfig(cpu_threads=0), cores=12) == 12
+    assert threads_per_worker(RuntimeConfig(cpu_threads=0), cores=0) == 1
+    assert threads_per_worker(RuntimeConfig(cpu_threads=5), cores=2) == 5
+
+
+def test_workers_on_cpus_share_the_cores_of_this_machine():
+    made = Placement(train=({},) * 2, sample=({},) * 3, group=None, pools={"judges": ({},)})
+    assert made.cores_each(made.train, (*made.train, *made.pools["judges"])) == [available_cores() // 3] * 2
 
 
 def test_workers_compute_with_the_kernels_that_were_chosen_here(monkeypatch):

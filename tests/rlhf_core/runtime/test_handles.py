@@ -1,23 +1,54 @@
 """Trainers and samplers whose work is done by workers, here by objects that note what they are asked."""
 
+import pickle
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.errors import SamplingError
 from rlhf_core.interfaces import Weights
-from rlhf_core.runtime.handles import RaySampler, RayTrainer
-from rlhf_core.runtime.pieces import opened
+from rlhf_core.runtime.handles import RaySampler, RayTrainer, _join
+from rlhf_core.runtime.packed_completions import pack, unpack
 from rlhf_core.runtime.placement import GpuSharing
 from rlhf_core.runtime.sample_worker import SampleWorker
 from rlhf_core.runtime.weight_sync import StoredWeights
-from rlhf_core.training.objectives.base import SftObjective
-from rlhf_core.types import SamplingRequest, TokenSample
+from rlhf_core.sequences import Sequences, Subset
+from rlhf_core.training.objectives.base import SftObjective, ValueObjective
+from rlhf_core.types import ActionSpan, Completion, SamplingRequest, TokenSample
 
 # Seven samples of unequal lengths: the ranks get four and three, and different numbers of tokens.
 SAMPLES = [TokenSample(tuple(range(10, 16 + 3 * i)), (0, 0) + (1,) * (4 + 3 * i)) for i in range(7)]
+
+
+DONE = Completion((7, 8), (-0.5, -1.0), "done", "stop", 0, 7)
+
+
+def test_packed_completions_are_the_same_after_a_pickle_and_empty_ones_stay():
+    made = [
+        DONE,
+        Completion((), (), "", "length", 1, 8, failure="no answer"),
+        Completion((3, 4, 5), (-0.5, 0.0, -2.0), "episode", "stop", 2, 9, (ActionSpan(0, 1, 2, 0.5),), score=1.5),
+    ]
+    assert unpack(pickle.loads(pickle.dumps(pack(made)))) == made
+    assert unpack(pack([])) == []
+
+
+def test_an_engine_gets_each_request_as_a_tuple_of_its_fields():
+    class OneEngine:
+        actors = (None,)
+
+        def call_each(self, role: str, method: str, arguments: list[Any]) -> list[Any]:
+            asked.extend(arguments)
+            return [pack([DONE] * len(arguments[0][0]))]
+
+    asked: list[Any] = []
+    requests = [SamplingRequest((1, 2), seed=7), SamplingRequest((3,), seed=8, max_tokens=5)]
+    sampler = RaySampler(OneEngine(), transfer="", tensor_parallel=1)
+    assert sampler.generate(requests, SamplingConfig()) == [DONE, DONE]
+    assert asked[0][0] == (((1, 2), 7, 0), ((3,), 8, 5))
 
 
 def test_weights_of_another_runtime_are_refused():
@@ -36,13 +67,13 @@ class Engines:
 
     def begin(self, role: str, method: str, rank: int, new: Any, sampling: SamplingConfig) -> int:
         assert (role, method) == ("policy", "advance")
-        self.given[rank] += [number for number, _ in opened(new)]
+        self.given[rank] += [number for number, _ in new]
         return rank
 
-    def first(self, role: str, method: str, running: dict[int, int]) -> dict[int, list[tuple[int, str]]]:
+    def first(self, role: str, method: str, running: dict[int, int]) -> dict[int, Any]:
         assert all(rank == call for rank, call in running.items())
         ended = [rank for rank in running if not (self.is_slow and rank == len(self.actors) - 1)]
-        return {rank: [(self.given[rank].pop(0), "done")] for rank in sorted(ended)}
+        return {rank: ([self.given[rank].pop(0)], pack([DONE])) for rank in sorted(ended)}
 
 
 def test_a_slow_engine_keeps_no_other_from_its_next_request():
@@ -80,13 +111,64 @@ def test_ranks_that_share_rows_get_the_same_samples_and_one_answers():
             assert sorted(len(arguments[rank][1]) for rank in (0, 2)) == [3, 4]
             if method == "forward_backward":
                 return [{"loss": float(len(each[1]))} for each in arguments]
-            return [[(float(len(sample.token_ids)),) for sample in each[1]] for each in arguments]
+            return [[float(len(sample.token_ids)) for sample in each[1]] for each in arguments]
 
     workers = FourWorkers()
     trainer = RayTrainer(workers, "policy", "policy-0", transfer="", ranks_per_share=2)
     assert trainer.forward_backward(SAMPLES, SftObjective(pack_to=None)) == {"loss": 7.0}
     assert workers.copies == 2
-    assert trainer.values(SAMPLES) == [(float(len(sample.token_ids)),) for sample in SAMPLES]
+    assert trainer.step_scores(SAMPLES) == [float(len(sample.token_ids)) for sample in SAMPLES]
+
+
+def test_numbers_per_token_come_back_in_the_order_of_the_samples_whatever_rank_measured_them():
+    class TwoWorkers:
+        actors = range(2)
+
+        def call_each(self, role: str, method: str, arguments: list[Any], **keywords: Any) -> list[Any]:
+            assert sorted(len(each[1]) for each in arguments) == [3, 4]
+            return [each[1].token_ids.astype(np.float32) for each in arguments]
+
+    trainer = RayTrainer(TwoWorkers(), "policy", "policy-0", transfer="")
+    tokens = Sequences.of(SAMPLES)
+    assert trainer.values(tokens).tolist() == tokens.token_ids.tolist()
+    one = Sequences.of(SAMPLES[:1])
+    with pytest.raises(
+        ValueError, match=r"^\[5, 0\] values of the ranks for \[6, 0\] tokens; give each token its value$"
+    ):
+        _join([np.zeros(5, np.float32), np.zeros(0, np.float32)], [[0], []], one)
+
+
+def test_ranks_get_the_numbers_of_sequences_that_are_in_the_object_store():
+    class TwoWorkers:
+        actors = range(2)
+
+        def share(self, sequences: Sequences) -> Any:
+            assert sequences.token_ids is tokens.token_ids
+            return tuple(sequences.fields)
+
+        def keep(self, arrays: list[Any]) -> list[Any]:
+            kept.extend(arrays)
+            return arrays
+
+        def call_each(self, role: str, method: str, arguments: list[Any], **keywords: Any) -> list[Any]:
+            given.extend(each[1] for each in arguments)
+            if method == "values":
+                return [np.repeat(one.rows, tokens.lengths[one.rows]).astype(np.float32) for one in given[-2:]]
+            return [{"loss": float(counts["tokens"])} for *_, counts in arguments]
+
+    given: list[Any] = []
+    kept: list[Any] = []
+    tokens = Sequences.of(SAMPLES)
+    tokens = tokens.with_fields(returns=np.zeros(len(tokens.token_ids), np.float32), labels=tokens.token_ids * 0.5)
+    trainer = RayTrainer(TwoWorkers(), "policy", "lease", transfer="")
+    rows = np.array([6, 2, 4])  # of 24, 12 and 18 tokens, of which 22, 10 and 16 are trained on
+    some = Subset(tokens.select_fields("returns"), rows)
+    assert trainer.forward_backward(some, ValueObjective(clip=None)) == {"loss": 2 * 48.0}
+    assert [(one.sequences, one.rows.tolist()) for one in given] == [(("returns",), [6]), (("returns",), [2, 4])]
+    # Numbers of the rows, once for each of their tokens, stay in the object store in the order of the selection.
+    values = trainer.values(Subset(tokens.select_fields(), rows))
+    assert kept[0] is values and values.tolist() == [6] * 24 + [2] * 12 + [4] * 18
+    assert given[-1].sequences == ()
 
 
 def test_the_ranks_get_scalars_by_name_and_samples_may_be_named_too():
@@ -97,17 +179,17 @@ def test_the_ranks_get_scalars_by_name_and_samples_may_be_named_too():
 
         def call_each(self, role: str, method: str, arguments: list[Any], **keywords: Any) -> list[Any]:
             asked.append((method, arguments, keywords))
-            return [[(0.0,)] * len(arguments[0][1])]
+            return [[0.0] * len(arguments[0][1])]
 
     trainer = RayTrainer(OneWorker(), "policy", "policy-0", transfer="")
-    assert trainer.top_logprobs(SAMPLES[:2], k=3, temperature=0.5) == [(0.0,)] * 2
-    assert trainer.logprobs(samples=SAMPLES[:2], temperature=0.5) == [(0.0,)] * 2
+    assert trainer.top_logprobs(SAMPLES[:2], k=3, temperature=0.5) == [0.0] * 2
+    assert trainer.logprobs(samples=Sequences.of(SAMPLES[:2]), temperature=0.5) == [0.0] * 2
     assert [(method, keywords) for method, _, keywords in asked] == [
         ("top_logprobs", {"k": 3, "temperature": 0.5}),
         ("logprobs", {"temperature": 0.5}),
     ]
     with pytest.raises(TypeError, match="temperature"):
-        trainer.logprobs(SAMPLES)
+        trainer.logprobs(Sequences.of(SAMPLES))
 
 
 REQUESTS = [SamplingRequest((1, 2), seed=7)]
@@ -128,14 +210,11 @@ class Workers:
 
     def call_each(self, role: str, method: str, arguments: list[Any], **keywords: Any) -> list[Any]:
         self._log.append(f"{self._name} {method}")
-        return [[(0.0,)]] if method == "logprobs" else [[]]
-
-    def call_first(self, role: str, method: str, *arguments: Any) -> None:
-        self._log.append(f"{self._name} {method}")
+        return [np.zeros(6)] if method == "logprobs" else [pack([])]
 
     def begin(self, role: str, method: str, rank: int, new: Any, sampling: SamplingConfig) -> Any:
         self._log.append(f"{self._name} {method}")
-        return [(number, "done") for number, _ in opened(new)]
+        return [number for number, _ in new], pack([DONE] * len(new))
 
     def first(self, role: str, method: str, running: dict[int, Any]) -> dict[int, Any]:
         return running.copy()
@@ -153,7 +232,7 @@ def handles(log: list[str], *, sleeps: bool, trainers: bool = False) -> tuple[Ra
 
 def step(trainer: RayTrainer, sampler: RaySampler) -> None:
     sampler.generate(REQUESTS, SamplingConfig())
-    trainer.logprobs(SAMPLES[:1], temperature=1.0)
+    trainer.logprobs(Sequences.of(SAMPLES[:1]), temperature=1.0)
     trainer.optim_step(learning_rate=0.1)
     sampler.load_weights(trainer.weights(), version=1)
     sampler.advance([(0, REQUESTS[0])], SamplingConfig())

@@ -11,15 +11,9 @@ from typing import get_args
 import pytest
 from pydantic import create_model
 
-from rlhf_core.config import engines
-from rlhf_core.config.engines import (
-    AnySamplerConfig,
-    HFSamplerConfig,
-    OptimizerConfig,
-    RuntimeConfig,
-    SamplingConfig,
-    TrainerConfig,
-)
+from rlhf_core.config import runtime as runtime_config
+from rlhf_core.config.engines import OptimizerConfig, SamplingConfig, TrainerConfig
+from rlhf_core.config.runtime import AnySamplerConfig, HFSamplerConfig, RuntimeConfig
 from rlhf_core.data.shards import read_generations
 from rlhf_core.data.tables import write_prompts
 from rlhf_core.errors import SamplingError
@@ -112,9 +106,9 @@ def documented() -> tuple[str, str]:
 
 def test_the_documented_sampler_serves_a_generate_stage(tmp_path, monkeypatch):
     configuration, source = documented()
-    names = dict(vars(engines))
+    names = dict(vars(runtime_config))
     exec(configuration, names)
-    monkeypatch.setattr(engines, "FixedSamplerConfig", names["FixedSamplerConfig"], raising=False)
+    monkeypatch.setattr(runtime_config, "FixedSamplerConfig", names["FixedSamplerConfig"], raising=False)
     module = ModuleType("rlhf_core.sampling.fixed_sampler")
     exec(source, vars(module))
     monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -125,7 +119,9 @@ def test_the_documented_sampler_serves_a_generate_stage(tmp_path, monkeypatch):
         "policy": store.external(PolicyRef, make_policy(tmp_path / "policy")),
         "prompts": store.external(PromptsRef, tmp_path / "prompts"),
     }
-    with_row = create_model("WithRow", __base__=engines.RuntimeConfig, sampler=(names["FixedSamplerConfig"], ...))
+    with_row = create_model(
+        "WithRow", __base__=runtime_config.RuntimeConfig, sampler=(names["FixedSamplerConfig"], ...)
+    )
     table = RUNTIME.model_dump() | {"sampler": {"type": "fixed", "text": "It is 12."}}
     runtime = LocalRuntime(with_row.model_validate(table))
     shop = Workshop(store, runtime)

@@ -4,23 +4,29 @@ Ray hands them out as it does real ones, so who gets which is tested here; what 
 """
 
 import logging
+import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from rlhf_core.config.engines import HFSamplerConfig, PoolConfig, RuntimeConfig, TrainerConfig, VllmSamplerConfig
+from rlhf_core.config.engines import TrainerConfig
+from rlhf_core.config.runtime import HFSamplerConfig, PoolConfig, RuntimeConfig, VllmSamplerConfig
 from rlhf_core.errors import ConfigError, WorkerLostError
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.runtime import placement
+from rlhf_core.runtime.cluster import SEE_NO_GPU, worker_environment
+from rlhf_core.runtime.connection import keep_token_private
 from rlhf_core.runtime.placement import Placement, reserve
 from rlhf_core.runtime.ray_runtime import RayRuntime
 
 pytestmark = [
     pytest.mark.engine,
+    pytest.mark.slow,  # the first of them starts what all share
     pytest.mark.skipif(torch.cuda.is_available(), reason="a real GPU would be taken for a made-up one"),
 ]
 NODES, GPUS = 2, 2
@@ -32,6 +38,7 @@ def cluster() -> Iterator[Any]:
     import ray
     from ray.cluster_utils import Cluster
 
+    keep_token_private()  # makes the token if there is none
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 0, "include_dashboard": False})
     try:
         for _ in range(NODES):
@@ -44,25 +51,32 @@ def cluster() -> Iterator[Any]:
 
 
 class Places:
-    """The GPUs of the actors of a `Placement`, as `node:index`."""
+    """The GPUs of the workers of a `Placement`, as `node:index`.
+
+    Tasks find them out: their processes serve the next test, and those of actors would not (1.3 CPU seconds each).
+    """
 
     def __init__(self, reserved: Placement) -> None:
         import ray
 
-        class Actor:
-            def gpus(self) -> list[str]:
-                context = ray.get_runtime_context()
-                return [f"{context.get_node_id()}:{gpu}" for gpu in context.get_accelerator_ids()["GPU"]]
-
         pooled = [options for pool in reserved.pools.values() for options in pool]
         places = (*reserved.train, *reserved.sample, *pooled)
-        actors = [ray.remote(Actor).options(**options).remote() for options in places]
-        try:
-            gpus = ray.get([actor.gpus.remote() for actor in actors], timeout=400)
-        finally:
-            for actor in actors:
-                ray.kill(actor)
-            ray.util.remove_placement_group(reserved.group)
+        workers = len(places)
+
+        @ray.remote(max_calls=0, max_retries=0)  # a local function: its process need not import this module
+        def own_gpus(meeting: str) -> list[str]:
+            """Found out when all workers have theirs, and so hold them at the same time."""
+            context = ray.get_runtime_context()
+            Path(meeting, context.get_task_id()).touch()
+            while len(list(Path(meeting).iterdir())) < workers:
+                time.sleep(0.01)
+            return [f"{context.get_node_id()}:{gpu}" for gpu in context.get_accelerator_ids()["GPU"]]
+
+        with tempfile.TemporaryDirectory() as meeting:
+            try:
+                gpus = ray.get([own_gpus.options(**one).remote(meeting) for one in places], timeout=400)
+            finally:
+                ray.util.remove_placement_group(reserved.group)
         first, last = len(reserved.train), len(reserved.train) + len(reserved.sample)
         self.train, self.sample, self.pooled = gpus[:first], gpus[first:last], gpus[last:]
 
@@ -108,6 +122,37 @@ def test_whole_gpus_are_dealt_out_node_by_node(cluster):
     places = Places(reserve(config_of(2, 1, 2, 1)))
     assert len({gpus[0] for gpus in places.train + places.sample}) == 4
     assert len(set(places.nodes)) == 1  # all ranks on one node, all engines on the other
+
+
+def test_workers_share_the_cores_of_their_node_with_those_there_that_compute_at_once(cluster):
+    import ray
+
+    # Two nodes of 8 cores and 2 GPUs: ranks fill one, and the third is beside the engine.
+    made = reserve(config_of(3, 1, 1, 1))
+    try:
+        assert made.cores_each(made.train, made.train) == [4, 4, 8]
+        assert made.cores_each(made.sample, made.sample) == [8]
+        assert made.cores_each(made.train[2:], made.train + made.sample) == [4]
+    finally:
+        ray.util.remove_placement_group(made.group)
+
+
+def test_a_worker_without_gpus_sees_none_on_a_node_that_has_some(cluster):
+    """On a Ray that others started, whose nodes have no such setting (0 stands for it here)."""
+    import ray
+
+    @ray.remote(num_cpus=2)  # the head has one
+    def visible() -> str | None:
+        import os
+
+        return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+    ours = worker_environment(threads=1)
+    found = [
+        ray.get(visible.options(runtime_env={"env_vars": ours | change}).remote(), timeout=400)
+        for change in ({SEE_NO_GPU: "0"}, {})
+    ]
+    assert found == [None, ""]
 
 
 @pytest.mark.parametrize("base", [(1, 1, 1, 1), (2, 0.5, 2, 0.5)], ids=["apart", "colocated"])

@@ -1,6 +1,6 @@
 import pytest
 
-from rlhf_core.config.engines import PoolConfig, RuntimeConfig, VllmSamplerConfig
+from rlhf_core.config.runtime import PoolConfig, RuntimeConfig, VllmSamplerConfig
 from rlhf_core.runtime.placement import by_node, gpu_order, layout, reserve
 
 THREE = VllmSamplerConfig(engines=3)

@@ -11,58 +11,47 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
+import ray
 
-from rlhf_core.config.engines import (
-    HFSamplerConfig,
-    InitModel,
-    OptimizerConfig,
-    PoolConfig,
-    RuntimeConfig,
-    SamplingConfig,
-    TrainerConfig,
-    VllmSamplerConfig,
-)
+from rlhf_core.config.engines import OptimizerConfig, SamplingConfig, TrainerConfig
+from rlhf_core.config.models import InitModel
+from rlhf_core.config.runtime import HFSamplerConfig, PoolConfig, RuntimeConfig, VllmSamplerConfig
 from rlhf_core.errors import ConfigError, SamplingError, TrainingError
-from rlhf_core.interfaces import ModelSpec, Trainer
+from rlhf_core.interfaces import ModelSpec, Trainer, logprob_rows
 from rlhf_core.models.initialize import initialize_llama
-from rlhf_core.runtime.connection import connect, ray_folder
+from rlhf_core.runtime.connection import ray_folder
 from rlhf_core.runtime.local_runtime import LocalRuntime
 from rlhf_core.runtime.placement import reserve
 from rlhf_core.runtime.ray_runtime import RayRuntime
-from rlhf_core.runtime.ray_settings import ray
+from rlhf_core.sequences import Sequences, Subset
 from rlhf_core.training.objectives.base import SftObjective
 from rlhf_core.types import SamplingRequest, TokenSample
+from tests.support.sharing import SharedRay
+from tests.support.workshop import TWO_RANKS
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]  # the first of them starts what all share
 
 REQUESTS = [SamplingRequest(tuple(range(10, 13 + index % 5)), seed=index) for index in range(16)]
 SAMPLING = SamplingConfig(max_tokens=16)
 SAMPLES = [TokenSample(tuple(range(10, 40)), (0,) * 4 + (1,) * 26)]
 CONFIG = RuntimeConfig(
     worker_timeout_s=400,
+    cpu_threads=1,
+    pools={"judges": PoolConfig(workers=2, roles=("reference", "value_model"), micro_batch=1)},
     trainer=TrainerConfig(engine="torch"),
     sampler=VllmSamplerConfig(max_model_len=96, kv_cache_gib=0.25, engines=2),  # as the tiny profiles have
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_ray() -> Iterator[None]:
-    """One Ray of this process, without GPUs, that all tests of this file join."""
-    owned = connect(2)
-    yield
-    if owned:
-        ray.shutdown()
-
-
 @pytest.fixture(scope="module")
-def runtime(one_ray: None) -> Iterator[RayRuntime]:
+def runtime(shared_ray: SharedRay) -> Iterator[RayRuntime]:
     pytest.importorskip("vllm", reason="vLLM is not installed")
-    runtime = RayRuntime(CONFIG)
-    runtime.prewarm(trainer=True, sampler=True)
-    yield runtime
-    runtime.close()
+    with contextlib.closing(RayRuntime(CONFIG)) as runtime:  # one of its trainers is killed
+        runtime.prewarm(trainer=True, sampler=True)
+        yield runtime
 
 
 def spec(policy: Path) -> ModelSpec:
@@ -71,6 +60,14 @@ def spec(policy: Path) -> ModelSpec:
 
 def pids(runtime: RayRuntime) -> tuple[int, int]:
     return runtime._train_workers().call("test", "pid")[0], runtime._sample_workers().call("test", "pid")[0]
+
+
+def needless(runtime: RayRuntime) -> set[str]:
+    """Large packages that a train worker has imported, although neither the plain engine nor a frozen model uses them."""
+    actors = [actor for group in runtime._train.values() for actor in group.actors]
+    loaded = ray.get([actor.__ray_call__.remote(lambda self: list(sys.modules)) for actor in actors])
+    assert loaded and all("transformers" in names for names in loaded)
+    return {name for names in loaded for name in names} & {"deepspeed", "sklearn"}
 
 
 def test_a_ray_of_our_own_and_its_workers_serve_this_machine_alone(runtime, policies):
@@ -85,12 +82,15 @@ def test_a_ray_of_our_own_and_its_workers_serve_this_machine_alone(runtime, poli
         assert ray_folder().is_dir() and closed.stat().st_mode & 0o777 == 0o700
     assert {"raylet", "gcs_server", "ray::TrainWorker", "ray::SampleWorker"} <= {name for name, _ in listening}
     assert {ip for _, ip in listening} == {"127.0.0.1"}
+    commands = [" ".join(process.cmdline()) for process in psutil.Process().children(recursive=True)]
+    assert not [command for command in commands if "monitor.py" in command], "nobody needs autoscaler and log monitor"
+    # `ray.shutdown` closes what this thread reads, which ended the process with SIGSEGV after the loss of a head.
+    assert "ray_listen_error_messages" not in {thread.name for thread in threading.enumerate()}
     assert not (Path.home() / ".ray" / "auth_token").stat().st_mode & 0o077
 
 
-def test_models_in_a_pool_have_workers_of_their_own_which_compute_at_the_same_time(policies):
-    pools = {"judges": PoolConfig(workers=2, roles=("reference", "value_model"), micro_batch=1)}
-    pooled = RayRuntime(CONFIG.model_copy(update={"pools": pools, "cpu_threads": 1}))
+def test_models_in_a_pool_have_workers_of_their_own_which_compute_at_the_same_time(shared_ray, policies):
+    pooled = RayRuntime(CONFIG.model_copy(update={"trainer": TrainerConfig(engine="deepspeed")}))
     meet = threading.Barrier(2, timeout=60)
     try:
         with (
@@ -98,10 +98,11 @@ def test_models_in_a_pool_have_workers_of_their_own_which_compute_at_the_same_ti
             pooled.trainer("reference", spec(policies[0]), None) as reference,
         ):
             found = pooled.together(
-                lambda: (meet.wait(), policy.logprobs(SAMPLES * 3, temperature=1.0))[1],
-                lambda: (meet.wait(), reference.logprobs(SAMPLES * 3, temperature=1.0))[1],
+                lambda: (meet.wait(), logprob_rows(policy, SAMPLES * 3))[1],
+                lambda: (meet.wait(), logprob_rows(reference, SAMPLES * 3))[1],
             )
             used = {name: set(group.call("test", "pid")) for name, group in pooled._train.items()}
+            assert not needless(pooled)  # its models are frozen
         assert found[0] == [pytest.approx(row, abs=1e-5) for row in found[1]]
         assert {name: len(each) for name, each in used.items()} == {"": 1, "judges": 2}
         assert not used[""] & used["judges"]
@@ -120,6 +121,7 @@ def test_a_trained_policy_reaches_the_engine_which_then_agrees_with_the_trainer(
             losses.append(trainer.forward_backward(SAMPLES, SftObjective(pack_to=None))["loss"])
             trainer.optim_step(learning_rate=3e-3)
         assert losses[3] < losses[0] - 0.5
+        assert not needless(runtime)  # its engine is torch
         sampler.load_weights(trainer.weights(), version=4)
         after = sampler.generate(REQUESTS, SAMPLING)
         assert {completion.policy_version for completion in after} == {4}
@@ -128,7 +130,7 @@ def test_a_trained_policy_reaches_the_engine_which_then_agrees_with_the_trainer(
         samples = [
             TokenSample(prompt + c.token_ids, (0,) * len(prompt) + (1,) * len(c.token_ids)) for prompt, c in sequences
         ]
-        for (prompt, completion), logprobs in zip(sequences, trainer.logprobs(samples, temperature=1.0), strict=True):
+        for (prompt, completion), logprobs in zip(sequences, logprob_rows(trainer, samples), strict=True):
             # 2e-3 is what the importance ratio of an unchanged policy may be off by; fp32 is far below it.
             assert logprobs[len(prompt) :] == pytest.approx(completion.logprobs, abs=2e-3)
         trainer.export(tmp_path / "policy")
@@ -136,6 +138,15 @@ def test_a_trained_policy_reaches_the_engine_which_then_agrees_with_the_trainer(
         exported = sampler.generate(REQUESTS, SAMPLING)
     assert [(c.token_ids, c.logprobs) for c in exported] == [(c.token_ids, c.logprobs) for c in after]
     assert runtime.engines().keys() == {"ray", "torch", "transformers", "vllm"}
+
+
+def test_a_second_sampler_lease_is_refused_while_the_first_is_open(runtime, policies):
+    with (
+        runtime.sampler(policies[0]),
+        pytest.raises(SamplingError, match="already leased"),
+        runtime.sampler(policies[0]),
+    ):
+        pass
 
 
 def test_workers_stay_warm_between_leases_and_change_their_policy(runtime, policies, tmp_path):
@@ -146,18 +157,9 @@ def test_workers_stay_warm_between_leases_and_change_their_policy(runtime, polic
             tokens.append([completion.token_ids for completion in sampler.generate(REQUESTS, SAMPLING)])
     assert tokens[0] == tokens[2] != tokens[1]
     wider = _policy_of_another_shape(policies[0], tmp_path)
-    with runtime.sampler(wider) as sampler:  # a new engine in the same process
+    with runtime.sampler(wider) as sampler:  # a new engine in the same process; no later test needs the former one
         assert len(sampler.generate(REQUESTS, SAMPLING)) == 16
     assert pids(runtime) == before
-
-
-def test_a_second_sampler_lease_is_refused_while_the_first_is_open(runtime, policies):
-    with (
-        runtime.sampler(policies[0]),
-        pytest.raises(SamplingError, match="already leased"),
-        runtime.sampler(policies[0]),
-    ):
-        pass
 
 
 def test_a_killed_trainer_is_an_error_in_bounded_time_and_the_next_lease_works(runtime, policies):
@@ -178,7 +180,8 @@ def test_a_killed_trainer_is_an_error_in_bounded_time_and_the_next_lease_works(r
 CLOSING = """
 import psutil, sys
 from pathlib import Path
-from rlhf_core.config.engines import HFSamplerConfig, RuntimeConfig, TrainerConfig
+from rlhf_core.config.engines import TrainerConfig
+from rlhf_core.config.runtime import HFSamplerConfig, RuntimeConfig
 from rlhf_core.runtime.connection import ray_folder
 from rlhf_core.runtime.ray_runtime import RayRuntime
 runtime = RayRuntime(RuntimeConfig(trainer=TrainerConfig(engine="torch"), sampler=HFSamplerConfig()))
@@ -208,32 +211,36 @@ def _policy_of_another_shape(policy: Path, folder: Path) -> Path:
     return wider
 
 
-HF = HFSamplerConfig()
 UNEQUAL = [TokenSample(tuple(range(10, 16 + 3 * i)), (0, 0) + (1,) * (4 + 3 * i)) for i in range(7)]
 """Seven samples of unequal lengths: the ranks get four and three, and different numbers of tokens."""
 
 
 @pytest.fixture(scope="module")
-def trainers(one_ray: None, policies: tuple[Path, Path]) -> Iterator[tuple[Trainer, Trainer]]:
+def trainers(shared_ray: SharedRay, policies: tuple[Path, Path]) -> Iterator[tuple[Trainer, Trainer]]:
     """The same policy on two ranks of DeepSpeed and in this process."""
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
-    two = RayRuntime(
-        RuntimeConfig(
-            train_workers=2, cpu_threads=1, worker_timeout_s=400, trainer=TrainerConfig(micro_batch=2), sampler=HF
-        )
-    )
-    one = LocalRuntime(RuntimeConfig(type="local", trainer=TrainerConfig(engine="torch"), sampler=HF))
+    two = shared_ray.runtime(TWO_RANKS)
+    one = LocalRuntime(RuntimeConfig(type="local", trainer=TrainerConfig(engine="torch"), sampler=HFSamplerConfig()))
     spec = ModelSpec(str(policies[0]), "lm", None, 0)
-    with contextlib.closing(two), two.trainer("policy", spec, OptimizerConfig()) as ranks:
-        assert two.engines().keys() == {"ray", "torch", "transformers", "deepspeed"}
+    with two.trainer("policy", spec, OptimizerConfig()) as ranks:
+        assert two.engines().keys() - {"vllm"} == {"ray", "torch", "transformers", "deepspeed"}
         with one.trainer("policy", spec, OptimizerConfig()) as alone:
             yield ranks, alone
 
 
 def test_results_per_sample_come_back_in_order(trainers):
-    ranks, alone = (trainer.logprobs(UNEQUAL, temperature=1.0) for trainer in trainers)
+    ranks, alone = (logprob_rows(trainer, UNEQUAL) for trainer in trainers)
     for got, expected in zip(ranks, alone, strict=True):
         assert got == pytest.approx(expected, abs=1e-5)
+
+
+def test_ranks_measure_a_selection_by_its_numbers_and_rank_0_calls_functions(trainers):
+    ranks, alone = trainers
+    tokens = Sequences.of(UNEQUAL)
+    some = Subset(tokens, np.array([3, 0, 2]))
+    assert ranks.logprobs(some, temperature=1.0) == pytest.approx(alone.logprobs(some, temperature=1.0), abs=1e-5)
+    assert ranks.compute(os.getpid) != os.getpid() == alone.compute(os.getpid)
+    assert ranks.compute(Sequences.split, tokens, tokens.loss_mask)[1].tolist() == [*UNEQUAL[1].loss_mask]
 
 
 def test_the_likeliest_tokens_come_back_in_order(trainers):
@@ -252,7 +259,7 @@ def test_steps_on_two_ranks_are_steps_on_the_whole_batch(trainers):
         assert ranks == pytest.approx(alone, rel=1e-4)
 
 
-def test_gpus_that_the_cluster_lacks_are_counted_before_anything_starts():
+def test_gpus_that_the_cluster_lacks_are_counted_before_anything_starts(shared_ray):
     config = RuntimeConfig(train_workers=3000, gpus_per_train_worker=1, gpus_per_engine=0.5)
     with pytest.raises(
         ConfigError,

@@ -11,6 +11,7 @@ from rlhf_core.interfaces import ModelSpec
 from rlhf_core.models.lora import weights_digest
 from rlhf_core.processes.identity import network
 from rlhf_core.runtime.train_worker import MeetingPoint, TrainWorker
+from rlhf_core.sequences import Sequences
 from rlhf_core.training.objectives.base import SftObjective
 from rlhf_core.types import TokenSample
 
@@ -21,12 +22,15 @@ def test_one_worker_hosts_several_roles_until_they_are_released(policies):
     worker = TrainWorker(1, 1, TrainerConfig(engine="torch"))
     for lease, folder in zip(("policy-1", "reference-2"), policies, strict=True):
         assert set(worker.open(lease, ModelSpec(str(folder), "lm", None, 0), None)) == {"torch", "transformers"}
-    policy, reference = (worker.logprobs(lease, [SAMPLE], temperature=1.0) for lease in ("policy-1", "reference-2"))
+    tokens = Sequences.of([SAMPLE])
+    policy, reference = (
+        worker.logprobs(lease, tokens, temperature=1.0).tolist() for lease in ("policy-1", "reference-2")
+    )
     assert policy != reference
     worker.release("policy-1")
-    assert worker.logprobs("reference-2", [SAMPLE], temperature=1.0) == reference
+    assert worker.logprobs("reference-2", tokens, temperature=1.0).tolist() == reference
     with pytest.raises(TrainingError, match=r"lease = 'policy-1': is not open"):
-        worker.logprobs("policy-1", [SAMPLE], temperature=1.0)
+        worker.logprobs("policy-1", tokens, temperature=1.0)
 
 
 def test_a_gpu_that_torch_does_not_see_is_an_error_before_anything_is_loaded(monkeypatch, tmp_path):
@@ -63,13 +67,13 @@ def test_a_worker_that_rests_keeps_its_models_in_host_memory_and_goes_on_with_th
                 assert 16 * parameters <= worker.rest(offload=True) < 16.1 * parameters
                 assert all(tensor.untyped_storage().nbytes() == 0 for tensor in engine.tensors())
                 worker.wake()
-            history.append(worker.logprobs("reference-2", rows, temperature=1.0))
+            history.append(worker.logprobs("reference-2", Sequences.of(rows), temperature=1.0).tolist())
         histories.append(history)
     assert histories[0] == histories[1]
     worker.rest(offload=True)
     worker.release("policy-1")  # asleep
     worker.wake()
-    assert worker.logprobs("reference-2", rows, temperature=1.0) == histories[0][-1]
+    assert worker.logprobs("reference-2", Sequences.of(rows), temperature=1.0).tolist() == histories[0][-1]
 
 
 def test_memory_is_handed_back_at_release_and_whenever_a_worker_rests(monkeypatch, policies):
@@ -142,7 +146,7 @@ def test_weights_are_sent_as_they_were_when_they_were_staged(policies, tmp_path)
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
 def test_ranks_of_several_machines_do_not_wait_for_each_other_at_a_loopback_address(monkeypatch, tmp_path, host):
     worker = TrainWorker(2, 1, TrainerConfig(engine="torch"))
-    monkeypatch.setattr(worker, "_warm", lambda: None)
+    monkeypatch.setattr("rlhf_core.runtime.hosted_models.HostedModels.warm", lambda *_: None)
     worker.join(1, MeetingPoint(host, 29500, "another machine"))
     model = ModelSpec(str(tmp_path / "not there"), "lm", None, 0)
     with pytest.raises(
@@ -154,6 +158,6 @@ def test_ranks_of_several_machines_do_not_wait_for_each_other_at_a_loopback_addr
 @pytest.mark.parametrize("place", [("127.0.0.1", network()), ("192.0.2.1", "another machine")])
 def test_an_address_that_leads_to_rank_0_is_not_refused(monkeypatch, policies, place):
     worker = TrainWorker(1, 1, TrainerConfig(engine="torch"))
-    monkeypatch.setattr(worker, "_warm", lambda: None)
+    monkeypatch.setattr("rlhf_core.runtime.hosted_models.HostedModels.warm", lambda *_: None)
     worker.join(0, MeetingPoint(place[0], 29500, place[1]))
     assert worker.open("policy-1", ModelSpec(str(policies[0]), "lm", None, 0), None)

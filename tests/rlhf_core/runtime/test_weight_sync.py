@@ -4,8 +4,6 @@ import json
 import os
 import pickle
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_core.config.engines import InitModel
+from rlhf_core.config.models import InitModel
 from rlhf_core.models.initialize import initialize_llama, train_tokenizer
 from rlhf_core.models.lora import weights_digest
 from rlhf_core.runtime.weight_sync import DeviceSender, choose_transfer, in_stream_order, ipc_buffer_bytes
 from rlhf_core.runtime.weights import buckets, pack, unpack
+from tests.support.warm_programs import ROOT, start_program
 
 EMBEDDING = (152_064, 3584)
 """Of Qwen2.5-7B: 1.09 GB in bfloat16."""
@@ -210,9 +209,11 @@ def test_vllms_own_transfer_takes_the_stream_of_a_trainer(tmp_path, tensor_paral
         train_tokenizer(["What is 12 + 30? It is 42."] * 5, vocab_size=320, folder=folder)
         initialize_llama(SHAPE, folder, seed=seed)
     program, out = Path(__file__).parent / "device_transfer_program.py", tmp_path / "made.json"
-    command = [sys.executable, program, *folders, str(tensor_parallel), wrong, out]
-    root = str(Path(__file__).parents[3])
-    subprocess.run(command, check=True, timeout=550, cwd=root, env=os.environ | {"PYTHONPATH": root})
+    words = [program, *folders, tensor_parallel, wrong, out]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    running = start_program("vllm", words, environment, tmp_path / "said")
+    _, errors = running.communicate(timeout=550)
+    assert running.returncode == 0, errors[-4000:]
     made = json.loads(out.read_text())
     assert made["streamed"] == made["copied"] == made["host"] != made["first"]
     assert re.match(error, made["error"])

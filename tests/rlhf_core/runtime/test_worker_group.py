@@ -1,12 +1,14 @@
 """Worker groups over small actors of a real Ray: what a caller sees when a worker fails, hangs or dies."""
 
+import gc
 import os
 import pathlib
 import threading
 import time
 from collections.abc import Callable, Iterator
-from operator import truediv
+from typing import Any
 
+import numpy as np
 import pytest
 
 from rlhf_core.errors import (
@@ -17,14 +19,16 @@ from rlhf_core.errors import (
     TrainingError,
     WorkerLostError,
 )
-from rlhf_core.runtime.connection import connect
-from rlhf_core.runtime.pieces import Leaves, packed
+from rlhf_core.runtime.handles import RayTrainer
+from rlhf_core.runtime.shared_sequences import SharedSequences
 from rlhf_core.runtime.worker_group import WorkerGroup
+from rlhf_core.sequences import Sequences
+from tests.support.sharing import SharedRay
 
 pytestmark = pytest.mark.engine
 
 
-class Worker(Leaves):
+class Worker:
     def double(self, value: int) -> int:
         return 2 * value
 
@@ -36,10 +40,14 @@ class Worker(Leaves):
             time.sleep(0.01)
         return path
 
+    def read_mapped(self, shared: SharedSequences) -> tuple[list[int], dict[str, list[float]], bool]:
+        one = shared.map()
+        arrays = (one.token_ids, one.loss_mask, one.offsets, *one.fields.values())
+        read_only = not any(values.flags.writeable for values in arrays)
+        return one.token_ids.tolist(), {name: values.tolist() for name, values in one.fields.items()}, read_only
+
     def refuse(self) -> None:
         raise DataError("rows = 3: too few; add some")
-
-    values = refuse
 
     def fail_or_die_later(self, dies: bool) -> None:
         if dies:
@@ -68,28 +76,83 @@ class Worker(Leaves):
 
 
 @pytest.fixture(scope="module")
-def new_group() -> Iterator[Callable[..., WorkerGroup]]:
+def idle(shared_ray: SharedRay) -> list[Any]:
+    """Actors that are in order and in no group."""
+    return []
+
+
+@pytest.fixture
+def new_group(idle: list[Any]) -> Iterator[Callable[..., WorkerGroup]]:
     import ray
 
-    owned = connect(2)
-    remote = ray.remote(Worker)
+    remote, groups = ray.remote(Worker), []
 
     def make(
         workers: int, *, timeout_s: float = 60.0, error: type = TrainingError, ray_lost: Callable[[], str] = str
     ) -> WorkerGroup:
-        actors = [remote.options(num_cpus=0).remote() for _ in range(workers)]
-        return WorkerGroup("trainer", actors, error, timeout_s=timeout_s, log_folder="/logs", ray_lost=ray_lost)
+        actors = [idle.pop() if idle else remote.options(num_cpus=0).remote() for _ in range(workers)]
+        group = WorkerGroup("trainer", actors, error, timeout_s=timeout_s, log_folder="/logs", ray_lost=ray_lost)
+        groups.append(group)
+        return group
 
     yield make
-    if owned:
-        ray.shutdown()
+    idle.extend(actor for group in groups if not group.broken for actor in group.actors)
 
 
 def test_results_come_in_rank_order(new_group):
     group = new_group(2)
     assert group.call_each("policy", "double", [(3,), (4,)]) == [6, 8]
-    assert group.call_first("policy", "double", 5) == 10
-    group.kill()
+
+
+def test_each_array_is_put_into_the_object_store_once_while_it_lives_and_actors_map_it(new_group, monkeypatch):
+    group, tokens = new_group(2), Sequences.from_token_ids([range(50_000)])
+    puts: list[int] = []
+    put = group.put
+    monkeypatch.setattr(group, "put", lambda arrays: puts.append(list(map(len, arrays))) or put(arrays))
+    first = group.share(tokens)
+    assert (group.share(tokens), puts) == (first, [[50_000, 50_000, 2]])
+    logprobs = -np.arange(50_000, dtype=np.float32)
+    [kept] = group.keep([logprobs])
+    assert (kept.tolist(), kept.flags.writeable) == (logprobs.tolist(), False)
+    measured = tokens.with_fields(old_logprobs=kept)
+    second = group.share(measured)
+    assert (second.places[:3], second.names) == (first.places, ("old_logprobs",))
+    assert puts == [[50_000, 50_000, 2], [50_000]]  # nothing again: `keep` has put the log-probs
+    added = measured.with_fields(advantages=logprobs, returns=logprobs.copy())
+    assert (group.share(added).places[3], puts[2:]) == (second.places[3], [[50_000, 50_000]])
+    del added, logprobs
+    read = list(range(50_000)), {"old_logprobs": kept.tolist()}, True
+    assert group.call("policy", "read_mapped", second) == [read] * 2
+    assert len(group._shared) == 4
+    del tokens, measured, kept
+    gc.collect()
+    assert not group._shared
+    other = group.share(Sequences.from_token_ids([range(50_000)]))
+    assert other.places[0] != first.places[0]
+
+
+def test_sequences_that_a_trainer_keeps_are_the_same_and_are_not_put_again(new_group, monkeypatch):
+    group, ids = new_group(2), [(5, 7, 2), (4,)]
+    tokens = Sequences.from_token_ids(ids).with_fields(rollout_logprobs=np.array([0.0, -1.0, -0.5, -2.0], np.float32))
+    kept = RayTrainer(group, "policy", "lease", transfer="").keep(tokens)
+    assert [(one.tolist(), one.flags.writeable) for one in kept.arrays] == [
+        (one.tolist(), False) for one in tokens.arrays
+    ]
+    monkeypatch.setattr(group, "put", None)
+    shared = group.share(kept)
+    assert (
+        group.call("policy", "read_mapped", shared)
+        == [([5, 7, 2, 4], {"rollout_logprobs": [0, -1, -0.5, -2]}, True)] * 2
+    )
+
+
+def test_a_process_that_calls_workers_visits_all_its_objects_only_after_millions_of_new_ones(new_group):
+    new_group(1)  # connected
+    gc.collect()
+    before = gc.get_stats()
+    answers = [[] for _ in range(200_000)]  # by default 285 collections, 2 of them of everything
+    counts = [now["collections"] - then["collections"] for now, then in zip(gc.get_stats(), before, strict=True)]
+    assert (len(answers), counts[0] in (3, 4, 5), counts[2]) == (200_000, True, 0)
 
 
 def test_calls_that_were_begun_are_collected_as_they_end(new_group, tmp_path):
@@ -144,19 +207,15 @@ def test_our_own_errors_pass_as_they_are_and_others_name_role_worker_and_cause(n
     printed: list[str] = []
     monkeypatch.setattr(ray._private.worker.logger, "error", printed.append)
     group = new_group(1)
-    for method in ("refuse", "values"):  # of one and of two results
-        with pytest.raises(DataError, match="rows = 3: too few; add some"):
-            group.call("policy", method)
+    with pytest.raises(DataError, match="rows = 3: too few; add some"):
+        group.call("policy", "refuse")
     assert printed == []
-    with pytest.raises(TrainingError, match=r"trainer\.policy = 'truediv on worker 0': ZeroDivisionError"):
-        group.call_first("policy", "apart", truediv, packed(((1, 0), {})), named=truediv.__qualname__)
     with pytest.raises(TrainingError, match=r"trainer\.policy = 'divide on worker 0': ZeroDivisionError"):
         group.call("policy", "divide")
     with pytest.raises(TrainingError, match=r"out of memory; lower runtime\.trainer\.micro_batch") as raised:
         group.call("policy", "exhaust")
     assert not isinstance(raised.value, WorkerLostError)  # it would fail again
     assert not group.broken  # a single worker that raised is still in order
-    group.kill()
 
 
 def test_a_call_past_its_deadline_fails_and_its_worker_is_ended(new_group):

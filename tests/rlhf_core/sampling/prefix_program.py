@@ -10,8 +10,10 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from rlhf_core.config.engines import LoraConfig, OptimizerConfig, SamplingConfig, TrainerConfig, VllmSamplerConfig
-from rlhf_core.interfaces import ModelSpec, Weights
+from rlhf_core.config.engines import OptimizerConfig, SamplingConfig, TrainerConfig
+from rlhf_core.config.models import LoraConfig
+from rlhf_core.config.runtime import VllmSamplerConfig
+from rlhf_core.interfaces import ModelSpec, Weights, logprob_rows
 from rlhf_core.models.lora import weights_digest
 from rlhf_core.sampling.vllm_sampler import VllmSampler
 from rlhf_core.training.objectives.base import SftObjective
@@ -80,8 +82,7 @@ def with_adapters(sampler: VllmSampler, policy: Path) -> tuple[list[list[float]]
         ]
         assert {one.policy_version for one in made} == {version}
         drawn += [one.logprobs.tolist() for one in made]
-        found = trainer.logprobs(rows, temperature=1.0)
-        expected += [one.tolist()[len(PREFIX) + 1 :] for one in found]
+        expected += [one[len(PREFIX) + 1 :] for one in logprob_rows(trainer, rows)]
     return drawn, expected
 
 

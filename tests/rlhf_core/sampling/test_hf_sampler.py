@@ -1,3 +1,4 @@
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -5,7 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlhf_core.config.engines import HFSamplerConfig, SamplingConfig
+from rlhf_core.config.engines import SamplingConfig
+from rlhf_core.config.runtime import HFSamplerConfig
 from rlhf_core.errors import SamplingError
 from rlhf_core.interfaces import Weights
 from rlhf_core.models.lora import weights_digest
@@ -176,3 +178,33 @@ def test_advancing_answers_what_is_new(sampler):
     finished = sampler.advance([(7, REQUESTS[1]), (9, REQUESTS[0])], SAMPLING)
     assert [number for number, _ in finished] == [7, 9]
     assert tokens([completion for _, completion in finished]) == tokens(sampler.generate(REQUESTS[1::-1], SAMPLING))
+
+
+SMALL = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "qwen3_moe", "bloom"])
+def test_weights_arrive_under_the_names_of_the_files_of_their_family(tmp_path, policies, family):
+    from transformers import AutoModelForCausalLM, BloomConfig, GPTNeoXConfig, Qwen3MoeConfig
+
+    config = {
+        "gpt_neox": lambda: GPTNeoXConfig(**SMALL),
+        "qwen3_moe": lambda: Qwen3MoeConfig(
+            **SMALL, head_dim=8, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8
+        ),
+        "bloom": lambda: BloomConfig(vocab_size=64, hidden_size=16, n_layer=1, n_head=2),
+    }[family]()
+    shutil.copytree(policies[0], tmp_path / "policy", ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path / "policy")
+    sampler = HFSampler(tmp_path / "policy", HFSamplerConfig(batch_size=4))
+    sent = {name: tensor * 2 for name, tensor in load_file(tmp_path / "policy" / "model.safetensors").items()}
+    sampler.load_weights(Weights(sent, weights_digest(sent)), version=1)
+    for name, parameter in sampler._model.named_parameters():
+        assert torch.equal(parameter, 2 * model.get_parameter(name)), name
+    more = sent | {"another.weight": torch.zeros(2)}
+    with pytest.raises(SamplingError, match=r"another\.weight"):
+        sampler.load_weights(Weights(more, weights_digest(more)), version=2)
+    less = dict(list(sent.items())[1:])
+    with pytest.raises(SamplingError, match="do not match the policy"):
+        sampler.load_weights(Weights(less, weights_digest(less)), version=2)

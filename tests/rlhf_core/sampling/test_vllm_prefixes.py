@@ -1,15 +1,14 @@
 """vLLM with prefix caching: what is found again within a version of the weights, and never across an update."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from rlhf_core.config.engines import InitModel
+from rlhf_core.config.models import InitModel
 from rlhf_core.models.initialize import initialize_llama, train_tokenizer
+from tests.rlhf_core.sampling.conftest import vllm_environment
+from tests.support.warm_programs import start_program
 
 pytestmark = pytest.mark.engine
 pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -24,9 +23,10 @@ def test_a_prefix_is_computed_once_for_each_version_of_the_weights(tmp_path):
     policy = tmp_path / "policy"
     train_tokenizer(["numbers 0 1 2 3 4 5 6 7 8 9 and words"] * 5, vocab_size=320, folder=policy)
     initialize_llama(LONG, policy, seed=7)
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"}
     result = tmp_path / "seen.json"
-    subprocess.run([sys.executable, PROGRAM, policy, result], env=environment, check=True, timeout=400)
+    program = start_program("vllm", [PROGRAM, policy, result], vllm_environment(), tmp_path / "said")
+    _, errors = program.communicate(timeout=400)
+    assert program.returncode == 0, errors[-4000:]
     seen = json.loads(result.read_text())
     first, again, updated, *adapted = seen["cached"]
     assert first[0] == updated[0] == 0  # nobody has computed it with these weights

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.config.engines import LoraConfig, SamplingConfig, VllmSamplerConfig
+from rlhf_core.config.engines import SamplingConfig
+from rlhf_core.config.models import LoraConfig
+from rlhf_core.config.runtime import VllmSamplerConfig
 from rlhf_core.errors import SamplingError
 from rlhf_core.interfaces import Adapters, Weights
 from rlhf_core.models.lora import weights_digest

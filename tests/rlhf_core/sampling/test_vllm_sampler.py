@@ -1,50 +1,26 @@
 """vLLM runs in two processes of its own: what happens in it, and whether a second one repeats the first."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from rlhf_core.config.engines import HFSamplerConfig, SamplingConfig
+from rlhf_core.config.engines import SamplingConfig
+from rlhf_core.config.runtime import HFSamplerConfig
 from rlhf_core.sampling.hf_sampler import HFSampler, processed_logprobs
 from tests.rlhf_core.sampling.vllm_program import REQUESTS, RESHAPED
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]  # the first of them starts what all share
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-PROGRAM = Path(__file__).with_name("vllm_program.py")
-ROOT = Path(__file__).parents[3]
 PROMPTS = [tuple(range(10, 13 + index % 7)) for index in range(24)]
 Seen = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def processes(policies: tuple[Path, Path], tmp_path_factory) -> tuple[Seen, Seen]:
-    """What the full program and the one that only generates saw; they run side by side."""
-    folder = tmp_path_factory.mktemp("vllm")
-    arguments = [(*policies, folder / "full.json"), (policies[0], folder / "again.json")]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    running = [
-        subprocess.Popen(
-            [sys.executable, PROGRAM, *paths], env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
-        )
-        for paths in arguments
-    ]
-    for process in running:
-        _, errors = process.communicate(timeout=400)
-        assert process.returncode == 0, errors.decode()[-4000:]
-    full, again = (json.loads(paths[-1].read_text()) for paths in arguments)
-    return full, again
-
-
-@pytest.fixture(scope="module")
-def seen(processes: tuple[Seen, Seen]) -> Seen:
-    return processes[0]
+def seen(vllm_processes: tuple[Seen, Seen]) -> Seen:
+    return vllm_processes[0]
 
 
 def test_the_engine_listens_on_the_loopback_alone_wherever_the_name_of_its_machine_leads(seen):
@@ -53,8 +29,12 @@ def test_the_engine_listens_on_the_loopback_alone_wherever_the_name_of_its_machi
         pytest.skip("the machine's own name may lead to its loopback")
 
 
-def test_another_process_gives_bitwise_the_same_completions(processes):
-    assert processes[0]["first"] == processes[1]["first"]
+def test_vllm_is_imported_by_no_further_process_that_describes_the_model(vllm_processes, vllm_cache):
+    assert not list(vllm_cache.glob("modelinfos/*"))  # such a process leaves the description there
+
+
+def test_another_process_gives_bitwise_the_same_completions(vllm_processes):
+    assert vllm_processes[0]["first"] == vllm_processes[1]["first"]
 
 
 def test_the_same_requests_give_the_same_completions_again(seen):

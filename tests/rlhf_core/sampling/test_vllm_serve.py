@@ -1,6 +1,5 @@
 """`vllm serve` itself on the CPU: the same seeds give what the engine in this library's own process gives."""
 
-import json
 import os
 import signal
 import socket
@@ -16,20 +15,18 @@ import httpx
 import pytest
 from safetensors.torch import load_file
 
-from rlhf_core.config.engines import SamplingConfig, VllmServerSamplerConfig
+from rlhf_contrib.vllm_server.sampler import VllmServerSampler
+from rlhf_core.config.runtime import VllmServerSamplerConfig
 from rlhf_core.errors import SamplerLostError
 from rlhf_core.interfaces import Weights
 from rlhf_core.models.lora import weights_digest
-from rlhf_core.sampling.vllm_server_sampler import VllmServerSampler
-from rlhf_core.types import Completion, SamplingRequest
+from rlhf_core.types import Completion
+from tests.rlhf_core.sampling.vllm_program import REQUESTS, SAMPLING
+from tests.support.warm_programs import ROOT
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-PROGRAM = Path(__file__).with_name("vllm_program.py")
-ROOT = Path(__file__).parents[3]
-REQUESTS = [SamplingRequest(tuple(range(10, 13 + index % 7)), seed=100 + index) for index in range(24)]
-SAMPLING = SamplingConfig(max_tokens=24)
 START_TIMEOUT_S = 400.0
 OPTIONS = (
     *("--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--dtype", "float32", "--max-model-len", "96"),
@@ -50,16 +47,11 @@ ENVIRONMENT = {
 }
 
 
-@pytest.fixture(scope="module")
-def in_process(policies: tuple[Path, Path], tmp_path_factory) -> list[list[dict[str, Any]]]:
+@pytest.fixture
+def in_process(vllm_processes: tuple[dict[str, Any], dict[str, Any]]) -> list[list[dict[str, Any]]]:
     """What the engine in a process of its own says to `REQUESTS`, under both policies."""
-    folder = tmp_path_factory.mktemp("in_process")
-    said = []
-    for number, policy in enumerate(policies):
-        result = folder / f"{number}.json"
-        subprocess.run([sys.executable, PROGRAM, policy, result], env=ENVIRONMENT, check=True, timeout=400)
-        said.append(json.loads(result.read_text())["first"])
-    return said
+    full, _ = vllm_processes
+    return [full["first"], full["fresh_other"]]
 
 
 @pytest.fixture

@@ -12,7 +12,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config.engines import SamplingConfig, VllmSamplerConfig
+from rlhf_core.config.engines import SamplingConfig
+from rlhf_core.config.runtime import VllmSamplerConfig
 from rlhf_core.errors import RlhfError
 from rlhf_core.interfaces import Weights
 from rlhf_core.sampling.vllm_sampler import VllmSampler

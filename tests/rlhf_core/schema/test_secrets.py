@@ -8,8 +8,8 @@ import pytest
 from pydantic import ValidationError
 
 from rlhf_core.config.agents import EnvironmentAgent, NemoGymAgent, OpenEnvAgent, ProgramAgent, VerifiersAgent
-from rlhf_core.config.engines import VllmServerSamplerConfig
 from rlhf_core.config.rewards import FunctionReward, JudgeReward, RemoteReward, RewardsConfig
+from rlhf_core.config.runtime import VllmServerSamplerConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.schema.base import Config, keyed
 from rlhf_core.schema.secrets import bearer, check, resolved, with_secrets

@@ -38,6 +38,42 @@ def test_secrets_are_hidden_and_tokens_of_a_tokenizer_are_not(key, value, seen):
     assert hidden(key, value) == seen
 
 
+@pytest.mark.parametrize(
+    "secret",
+    [
+        "glpat-abcdefghij0123456789",
+        f"AIza{'Sy0-_aB' * 5}",
+        f"npm_{'aB3' * 12}",
+        "nvapi-abcdefghijklmnop0123",
+        "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.dozjgNryP4J3jVmNHl0w5N",
+        "Basic cmxoZjpodW50ZXIy",
+        "basic bWU6d29yZA==",
+    ],
+)
+def test_credentials_of_other_services_are_hidden(secret):
+    assert without_secrets(f"sent {secret}, and failed") == "sent ***, and failed"
+
+
+@pytest.mark.parametrize(
+    "text", ["Basic internationalization", "basic understanding of", "eyJ.eyJ.x", "npm_config_registry", "AIza"]
+)
+def test_words_that_begin_like_credentials_are_kept(text):
+    assert without_secrets(text) == text
+
+
+def test_long_texts_that_begin_like_credentials_take_no_time():
+    began = time.process_time()
+    for text in ("eyJ-" * 50_000, "Basic " * 50_000, "eyJaaaaaa.eyJ" * 20_000):
+        without_secrets(text)
+    assert time.process_time() - began < 5
+
+
+def test_a_known_secret_is_hidden_in_every_percent_form_and_in_base64():
+    know("rlhf:p/ss+w0rd")
+    for text in ("rlhf%3Ap%2Fss%2Bw0rd", "rlhf%3ap%2fss%2bw0rd", "cmxoZjpwL3NzK3cwcmQ="):
+        assert without_secrets(f"to {text} there") == "to *** there"
+
+
 def test_a_secret_is_hidden_by_its_looks_wherever_it_stands():
     text = "git clone https://me:hunter2@host/x with hf_abcdefghijklmnopqrstuv and sk-abcdefghijklmnop1234"
     assert without_secrets(text) == "git clone https://***@host/x with *** and ***"
@@ -199,3 +235,16 @@ def test_a_long_text_takes_no_longer_than_its_length(text):
 def test_short_values_are_not_looked_for():
     know("yes")
     assert without_secrets("yesterday") == "yesterday"
+
+
+def test_a_value_of_six_letters_is_looked_for():
+    know("q7w8e9")
+    assert without_secrets("it was q7w8e9 then") == "it was *** then"
+
+
+@pytest.mark.parametrize("known_first", [0, 1])
+def test_nothing_is_left_of_a_secret_that_contains_another(known_first):
+    values = ["z9y8x7w6", "z9y8x7w6-and-more"]
+    know(values[known_first])
+    know(values[1 - known_first])
+    assert without_secrets("z9y8x7w6-and-more, z9y8x7w6") == "***, ***"

@@ -9,7 +9,7 @@ import pytest
 
 from rlhf_core.errors import ConfigError
 from rlhf_core.stage import stopping
-from rlhf_core.stage.stopping import StageStopped, on_signals, reason, time_limit
+from rlhf_core.stage.stopping import StageStopped, deadline, on_signals, reason, time_limit
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 SAVES = """
@@ -144,3 +144,14 @@ def test_an_alarm_that_somebody_else_set_on_the_signal_does_not_end_the_process_
         signal.alarm(60)  # as Ray's handler does, with 3 s
         os.kill(os.getpid(), signal.SIGTERM)
         assert signal.alarm(0) == 0
+
+
+def test_a_block_that_ends_removes_its_own_deadline_alone():
+    """Blocks of two threads end in any order."""
+    first, second = deadline(3600, "the first has not passed"), deadline(-1, "the second has passed")
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert reason() == "the second has passed"
+    second.__exit__(None, None, None)
+    assert reason() == ""

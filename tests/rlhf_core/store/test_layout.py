@@ -139,6 +139,23 @@ def test_what_a_kill_left_of_a_move_is_swept(tmp_path):
     assert sweep_temporaries(tmp_path) == [left] and not left.exists()
 
 
+def test_a_folder_that_is_removed_during_the_sweep_is_passed_over(tmp_path, monkeypatch):
+    left = tmp_path / f".object.{_place()}-{2**22 + 1}-abcdef"
+    left.mkdir()
+    moved = tmp_path / f".part.{_place()}-{os.getpid()}-abcdef"
+    (moved / "zero").mkdir(parents=True)
+    scandir = os.scandir
+
+    def removed_first(folder):
+        if str(folder) == str(moved / "zero"):
+            (moved / "zero").rmdir()
+            moved.rmdir()
+        return scandir(folder)
+
+    monkeypatch.setattr(os, "scandir", removed_first)
+    assert sweep_temporaries(tmp_path) == [left] and not moved.exists()
+
+
 def test_the_same_label_has_the_same_file_and_any_text_is_allowed(tmp_path):
     layout = StoreLayout(tmp_path)
     assert layout.label("rejection_sampling/generate") == layout.label("rejection_sampling/generate")

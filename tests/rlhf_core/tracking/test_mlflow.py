@@ -2,6 +2,7 @@
 
 import getpass
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -19,7 +20,8 @@ from mlflow import MlflowClient
 from rlhf_core.tracking import mlflow_client
 from rlhf_core.tracking.mlflow import MlflowTracker, reconcile, reconcile_all
 from rlhf_core.tracking.mlflow_client import TrackingError
-from rlhf_core.tracking.mlflow_delivery import DESCRIPTION_CHARACTERS
+from rlhf_core.tracking.mlflow_delivery import DESCRIPTION_CHARACTERS, STAGES_TAG
+from rlhf_core.tracking.pipeline_runs import stage_runs
 
 Made = Any
 
@@ -65,7 +67,7 @@ def test_a_pipeline_is_a_parent_run_and_a_stage_a_run_below_it(make, client):
     run = client.get_run(parent)
     assert (run.info.run_name, run.info.status) == ("nightly", "FAILED")
     assert run.data.params == {"seed": "17", "hub.token": "***"}
-    assert run.data.tags["stage.sft"] == stage.run_id
+    assert stage_runs(run.data.tags) == {"sft": stage.run_id}
     note = run.data.tags["mlflow.note.content"]
     assert "- [prefect.url](http://127.0.0.1:4200/runs/1)" in note
     assert note.startswith("ppo failed\n\n**nightly**")
@@ -139,6 +141,20 @@ def test_values_that_are_not_finite_are_left_out(make, client):
     assert client.get_run(stage.run_id).data.metrics == {"b": 2.0}
 
 
+@pytest.mark.parametrize(("count", "length", "further"), [(30, 5, 0), (40, 200, 5)])
+def test_a_run_of_many_stages_has_few_tags(make, client, count, length, further):
+    """A label of 203 characters takes 203 + 20 in the table's 8,000: 35 fit (7,805), and five get a tag each."""
+    tracker = make("nightly", tags={"prefect.url": "http://127.0.0.1:4200/runs/1"})
+    labels = [f"{number:02}/{'x' * length}" for number in range(count)]
+    for label in labels:
+        tracker.cached(label, run_id="abc", key="k")
+    tracker.finish("FINISHED", note="")
+    tags = client.get_run(tracker.run_id).data.tags
+    assert stage_runs(tags) == dict.fromkeys(labels, "abc (cached)")
+    shown = [tag for tag in tags if not tag.startswith("mlflow.")]
+    assert len(shown) == 6 + further and STAGES_TAG in tags
+
+
 def test_a_name_that_mlflow_refuses_costs_no_metric(make, client):
     tracker = make()
     stage = tracker.stage("harness", key="k1", params={}, tags={})
@@ -158,8 +174,8 @@ def test_a_cached_stage_opens_no_run_and_is_noted_on_the_parent(make, client):
     tracker.cached("dpo", run_id="abc", key="k2")
     tracker.finish("FINISHED", note="")
     tags = client.get_run(parent).data.tags
-    assert tags["stage.sft again"] == f"{made} (cached)"
-    assert tags["stage.dpo"] == "abc (cached)"
+    assert stage_runs(tags)["sft again"] == f"{made} (cached)"
+    assert stage_runs(tags)["dpo"] == "abc (cached)"
     assert len(client.search_runs([client.get_experiment_by_name("rlhf").experiment_id])) == 2
 
 
@@ -280,10 +296,26 @@ def test_an_outage_costs_no_record(empty_database, tmp_path):
     assert client.get_model_version_by_alias("rlhf-policy", "candidate").tags["store.digest"] == "d1"
 
 
+def test_records_follow_mlflow_to_another_address(database, empty_database, tmp_path, client, monkeypatch):
+    """Its server ends during a run, and the runs are then written to the database itself."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    places = [f"sqlite:///{shutil.copy(empty_database, tmp_path / 'first.db')}", f"sqlite:///{database}"]
+    tracker = MlflowTracker(places[0], experiment="rlhf", artifact_root=tmp_path / "files", locate=lambda: places[0])
+    tracker.start("run", run_id=None, params={}, tags={})
+    shutil.copy(tmp_path / "first.db", database)  # the database behind the server
+    del places[0]
+    stage = tracker.stage("sft", key="k1", params={}, tags={})
+    stage.finish("FINISHED")
+    tracker.finish("FINISHED", note="")
+    assert stage.uri == places[0]
+    assert "MLFLOW_TRACKING_URI" not in os.environ, "it would pass for a server of the user's"
+    assert [client.get_run(one).info.status for one in (tracker.run_id, stage.run_id)] == ["FINISHED", "FINISHED"]
+
+
 def test_what_a_killed_process_could_not_send_is_sent_by_the_next(database, tmp_path, client):
     program = f"""
 import os
-from rlhf_core.tracking import mlflow_delivery as outbox
+
 from rlhf_core.tracking.mlflow import MlflowTracker
 from pathlib import Path
 tracker = MlflowTracker("sqlite:///{database}", experiment="rlhf", artifact_root=Path("{tmp_path}/files"))

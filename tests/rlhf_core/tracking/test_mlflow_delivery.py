@@ -10,7 +10,8 @@ import pytest
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import TEMPORARILY_UNAVAILABLE
 
-from rlhf_core.tracking.mlflow_delivery import TRIES_OF_ONE_RECORD, Delivery, Outbox, Record, Unreachable
+from rlhf_core.tracking.mlflow_delivery import TRIES_OF_ONE_RECORD, Delivery
+from rlhf_core.tracking.outbox import Outbox, Record, Unreachable
 from tests.support.forks import soon
 
 
@@ -128,7 +129,7 @@ def test_a_line_that_a_kill_or_a_full_disk_cut_short_is_left_out(tmp_path):
 
 
 def test_five_hundred_points_do_not_wait_for_the_clock(tmp_path, monkeypatch):
-    monkeypatch.setattr("rlhf_core.tracking.mlflow_delivery.FLUSH_SECONDS", 3600.0)
+    monkeypatch.setattr("rlhf_core.tracking.outbox.FLUSH_SECONDS", 3600.0)
     server = Server()
     outbox = Outbox(tmp_path, server)
     outbox.append({"op": "metrics", "number": 0, "values": dict.fromkeys(map(str, range(499)), 1.0)})

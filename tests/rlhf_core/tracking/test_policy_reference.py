@@ -25,7 +25,8 @@ print(json.dumps([model.predict(question, params={"max_new_tokens": 5}), model.p
 
 
 def test_a_registered_policy_loads_in_a_fresh_process(store, policy, database, tmp_path):
-    from rlhf_core.config.engines import HFSamplerConfig, RuntimeConfig, SamplingConfig
+    from rlhf_core.config.engines import SamplingConfig
+    from rlhf_core.config.runtime import HFSamplerConfig, RuntimeConfig
     from rlhf_core.data.chat import ChatTemplate
     from rlhf_core.runtime.local_runtime import LocalRuntime
     from rlhf_core.types import Message, SamplingRequest

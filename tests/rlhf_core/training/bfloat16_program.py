@@ -17,13 +17,14 @@ import torch
 from rlhf_core.algorithms.policy.clip import ClipLoss
 from rlhf_core.algorithms.token_math import CorrectionConfig
 from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
-from rlhf_core.interfaces import ModelSpec
+from rlhf_core.interfaces import ModelSpec, logprob_rows
 from rlhf_core.store.checkpoints import wait_for_parts
 from rlhf_core.training.objectives.base import PolicyObjective, SftObjective
 from rlhf_core.training.state import rank_and_world
 from rlhf_core.training.trainer import LocalTrainer
-from rlhf_core.types import PolicySample, TokenSample
+from rlhf_core.types import TokenSample
 from tests.support.rounding import round_by_batch_if_asked
+from tests.support.samples import PolicySample
 
 OPTIMIZER = OptimizerConfig(weight_decay=0.01)
 SFT = SftObjective(pack_to=None)
@@ -43,7 +44,7 @@ def at_step_0(policy: LocalTrainer, reference: LocalTrainer) -> dict[str, Any]:
     """Return the log-probs of both, and what the policy's first pass with gradients says of them; its gradient goes."""
     rank, world = rank_and_world()
     own = samples()[rank::world]
-    said, theirs = (trainer.logprobs(own, temperature=1.0) for trainer in (policy, reference))
+    said, theirs = (logprob_rows(trainer, own) for trainer in (policy, reference))
     rows = [
         PolicySample(s.token_ids, s.loss_mask, old, old, ref, tuple(0.5 * bit for bit in s.loss_mask))
         for s, old, ref in zip(own, said, theirs, strict=True)
@@ -52,7 +53,7 @@ def at_step_0(policy: LocalTrainer, reference: LocalTrainer) -> dict[str, Any]:
     metrics = policy.forward_backward(rows, PPO, counts)
     policy.optim_step(learning_rate=0.0)
     rows_of = {"policy": said, "reference": theirs}
-    return {name: [row.tolist() for row in rows] for name, rows in rows_of.items()} | {"metrics": metrics}
+    return rows_of | {"metrics": metrics}
 
 
 def train(trainer: LocalTrainer, first: int, last: int) -> list[dict[str, float]]:

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.config.engines import InitModel, OptimizerConfig
+from rlhf_core.config.engines import OptimizerConfig
+from rlhf_core.config.models import InitModel
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.models.initialize import initialize_llama, train_tokenizer
-from rlhf_core.types import PolicySample, PreferenceSample, RewardPair, TokenSample, ValueSample
+from rlhf_core.types import PreferenceSample, RewardPair, TokenSample
+from tests.support.samples import PolicySample, ValueSample
 
 TEXTS = [
     "What is 12 + 30? It is 42.",

@@ -14,6 +14,7 @@ import torch
 
 from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
 from rlhf_core.interfaces import ModelSpec
+from rlhf_core.sequences import Sequences
 from rlhf_core.training.state import rank_and_world
 from rlhf_core.training.trainer import LocalTrainer
 from rlhf_core.types import TokenSample
@@ -37,8 +38,9 @@ def made(spec: ModelSpec, config: TrainerConfig, objective: Any, samples: list[A
     trainer.save(folder)
     trainer.weights()  # between two steps, as for a sampler
     steps += trained(trainer, objective, samples[3:])
-    plain = [TokenSample(s.token_ids, s.loss_mask) for s in samples if hasattr(s, "token_ids")]
-    measured = trainer.values(plain) if spec.head == "value" else trainer.logprobs(plain, temperature=1.0)
+    plain = Sequences.of([TokenSample(s.token_ids, s.loss_mask) for s in samples if hasattr(s, "token_ids")])
+    values = trainer.values(plain) if spec.head == "value" else trainer.logprobs(plain, temperature=1.0)
+    measured = [row.tolist() for row in plain.split(values)]
     weights = trainer.weights().payload
     trainer.close()
     again = LocalTrainer(spec, OPTIMIZER, config)

@@ -22,8 +22,8 @@ def runs(policy_folder: Path, tmp_path_factory) -> dict[str, list[dict[str, Any]
     """What the program saw with each engine, rank by rank."""
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
     out = tmp_path_factory.mktemp("bfloat16")
-    processes = start_ranks(PROGRAM, policy_folder, out, *STAGES, ranks=2)
-    finish([*processes, *start_ranks(PROGRAM, policy_folder, out, "torch", ranks=0)])
+    programs = start_ranks(PROGRAM, policy_folder, out, *STAGES, ranks=2, folder=out / "said")
+    finish([*programs, *start_ranks(PROGRAM, policy_folder, out, "torch", ranks=0, folder=out / "said")])
     made = {}
     for engine in ENGINES:
         files = sorted(out.glob(f"{engine}_*.json"))

@@ -1,8 +1,9 @@
 """Token rewards, advantages and training rows, with the arithmetic in the comments."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,22 +18,20 @@ from rlhf_core.algorithms.advantage.token import GAEAdvantage, ReinforcePPAdvant
 from rlhf_core.algorithms.policy.clip import ClipCovLoss, ClipLoss
 from rlhf_core.config.policy import PPOConfig
 from rlhf_core.errors import ConfigError
+from rlhf_core.sequences import Sequences
 from rlhf_core.training.experience import (
+    ALL,
     Experience,
-    Lesson,
-    completion_tensor,
-    estimate_advantages,
-    in_blocks,
-    policy_samples,
-    rows_to_train,
+    StepAdvantages,
+    TeacherLogprobs,
+    add_distillation,
+    drop_by_loss,
+    estimate_in_blocks,
+    estimate_step,
+    split_into_blocks,
     token_rewards,
-    trained_on,
-    value_samples,
-    with_lessons,
-    with_loss_choice,
-    without_truncated,
 )
-from rlhf_core.types import ActionSpan, Completion, Message, Prompt, Rollout, token_samples
+from rlhf_core.types import ActionSpan, Completion, Message, Prompt, Rollout
 
 PROMPT = Prompt(id="p", messages=(Message("user", "hi"),), label="", source="test")
 
@@ -44,35 +43,70 @@ def rollout(prompt_ids: tuple[int, ...], token_ids: tuple[int, ...], reward: flo
 
 
 def experience(*rollouts: Rollout, old: float, ref: float, value: float) -> Experience:
-    samples = token_samples(rollouts)
+    made = Experience.of(rollouts)
+    numbers = {"old_logprobs": old, "ref_logprobs": ref, "old_values": value}
+    return measured(made, {name: number * made.sequences.loss_mask for name, number in numbers.items()})
 
-    def rows(number: float) -> tuple[tuple[float, ...], ...]:
-        return tuple(tuple(number * mask for mask in sample.loss_mask) for sample in samples)
 
-    return Experience(tuple(rollouts), samples, rows(old), rows(ref), rows(value))
+def measured(made: Experience, numbers: dict[str, Any]) -> Experience:
+    """Return the experience with these numbers of every token."""
+    flat = {name: np.asarray(values, np.float32) for name, values in numbers.items()}
+    return replace(made, sequences=made.sequences.with_fields(**flat))
+
+
+class Advantages(NamedTuple):
+    advantages_BT: torch.Tensor
+    returns_BT: torch.Tensor
+    metrics: dict[str, float]
+
+
+def estimate_advantages(made: Experience, **settings: Any) -> Advantages:
+    """Return the advantages of a step in one block."""
+    [one], metrics = estimate_in_blocks(made, [ALL], **settings)
+    return Advantages(*one, metrics)
+
+
+def estimated(made: Experience, config: PPOConfig, greedy: tuple[float, ...] = ()) -> StepAdvantages:
+    """Return the advantages of a step as PPO asks a worker for them."""
+    return estimate_step(
+        made.sequences,
+        answers=made.answers,
+        config=config,
+        teachers=made.teachers,
+        function=None,
+        turn_weights=[0.0] * len(made.answers),
+        greedy=greedy,
+        kl_coef=config.kl.coef,
+        seed=1,
+    )
 
 
 GAE = GAEAdvantage(gae_lambda=1.0, whiten=False)
 
 
 def test_a_rollout_becomes_one_sequence_whose_actions_are_the_completion():
-    (sample,) = token_samples([rollout((1, 2), (3, 4, 5), 1.0)])
-    assert sample.token_ids == (1, 2, 3, 4, 5)
-    assert sample.loss_mask == (0, 0, 1, 1, 1)
+    made = Sequences.of_answers([rollout((1, 2), (3, 4, 5), 1.0), rollout((8,), (9,), 0.0)])
+    assert all(one.flags.contiguous for one in made.arrays)  # Ray maps only such ones without a copy
+    assert made.token_ids.tolist() == [1, 2, 3, 4, 5, 8, 9]
+    assert made.loss_mask.tolist() == [0, 0, 1, 1, 1, 0, 1]
+    assert made.offsets.tolist() == [0, 5, 7]
+    assert made.fields["rollout_logprobs"].tolist() == [0.0, 0.0, -0.5, -0.5, -0.5, 0.0, -0.5]
 
 
 def test_an_environments_tokens_are_no_actions_and_the_score_stands_on_the_last_action():
     spans = (ActionSpan(0, 1, 0), ActionSpan(2, 3, 0))
     completion = Completion((3, 4, 5, 6), (-0.5, 0.0, -0.5, 0.0), "text", "stop", 0, 1, spans)
-    (made,) = token_samples([Rollout(PROMPT, (1, 2), completion, 2.0, {})])
-    assert made.loss_mask == (0, 0, 1, 0, 1, 0)
+    made = Sequences.of_answers([Rollout(PROMPT, (1, 2), completion, 2.0, {})])
+    assert made.loss_mask.tolist() == [0, 0, 1, 0, 1, 0]
     rewards_BT = token_rewards(torch.tensor([2.0]), torch.ones(1, 4), torch.tensor([[1, 0, 1, 0]]), kl_coef=0.1)
     assert rewards_BT.tolist() == [pytest.approx([-0.1, 0.0, 1.9, 0.0])]
 
 
-def test_completion_tensor_leaves_the_prompt_out_and_pads_on_the_right():
+def test_padded_values_leave_the_prompt_out_and_have_zeros_on_the_right():
     made = experience(rollout((1, 2), (3, 4), 0.0), rollout((1,), (3,), 0.0), old=-1.0, ref=0.0, value=0.0)
-    assert completion_tensor(made.old_logprobs, made).tolist() == [[-1.0, -1.0], [-1.0, 0.0]]
+    padded_BT = made.pad(made.sequences.fields["old_logprobs"])
+    assert padded_BT.tolist() == [[-1.0, -1.0], [-1.0, 0.0]]
+    assert made.flatten(padded_BT).tolist() == [0.0, 0.0, -1.0, -1.0, 0.0, -1.0]
 
 
 def test_the_score_lands_on_the_last_valid_token_and_kl_on_every_one():
@@ -140,11 +174,7 @@ def two_groups() -> Experience:
         rollouts.append(made)
     made = experience(*rollouts, old=-1.0, ref=-1.0, value=0.0)
     ratios = [[0.0, 0.5, -0.25, 0.75], [0.0, -1.0], [0.0, 0.125, 2.0, 0.0, -0.5], [0.0, 1.5, 0.25]]
-    refs = tuple(
-        tuple((-1.0 - d) * m for d, m in zip(row, sample.loss_mask, strict=True))
-        for row, sample in zip(ratios, made.samples, strict=True)
-    )
-    return replace(made, ref_logprobs=refs)
+    return measured(made, {"ref_logprobs": (-1.0 - np.concatenate(ratios)) * made.sequences.loss_mask})
 
 
 def by_hand(made: Experience, estimator: str, kl_coef: float, *, inside: bool) -> list[list[float]]:
@@ -154,10 +184,12 @@ def by_hand(made: Experience, estimator: str, kl_coef: float, *, inside: bool) -
     `compute_advantages_and_returns`: baseline, reward on the last action, penalty on each action, sums to come.
     """
     rows = []
-    for one, sample, old, ref in zip(made.rollouts, made.samples, made.old_logprobs, made.ref_logprobs, strict=True):
-        cells = list(zip(old, ref, sample.loss_mask, strict=True))[len(one.prompt_ids) :]
+    sequences = made.sequences
+    columns = (sequences.fields["old_logprobs"], sequences.fields["ref_logprobs"], sequences.loss_mask)
+    for length, *cells_of in zip(made.answers.lengths, *map(sequences.split, columns), strict=True):
+        cells = list(zip(*(each.tolist() for each in cells_of), strict=True))[-length:]
         rows.append([kl_coef * (o - r) if m else None for o, r, m in cells])
-    rewards = [one.reward for one in made.rollouts]
+    rewards = made.answers.rewards.tolist()
     if inside:
         rewards = [r - sum(k for k in row if k is not None) for r, row in zip(rewards, rows, strict=True)]
     advantages = []
@@ -206,18 +238,17 @@ def test_the_penalty_counts_from_each_token_on_or_is_a_part_of_the_reward(estima
 
 def test_credit_for_turns_changes_no_advantage_of_whole_answers():
     made = two_groups()
-    turns = tuple(replace(span, reward=0.25) for span in made.rollouts[2].completion.spans)
-    played = replace(made.rollouts[2], completion=replace(made.rollouts[2].completion, spans=turns))
-    made = replace(made, rollouts=(*made.rollouts[:2], played, made.rollouts[3]))
+    turns = (ActionSpan(0, 2, 0, reward=0.25), ActionSpan(3, 4, 0, reward=0.25))
+    made = replace(made, answers=replace(made.answers, turns=((), (), turns, ())))
     by_turn = estimate_advantages(made, estimator=RLOOAdvantage(), group_size=2, kl_coef=0.1, turn_weights=[2.0] * 4)
     torch.testing.assert_close(by_turn.advantages_BT, torch.tensor(by_hand(made, "rloo", 0.1, inside=False)), **FLOAT32)
 
 
 def test_without_a_reference_nothing_is_measured_of_it_and_a_penalty_is_an_error():
-    made = replace(two_groups(), ref_logprobs=())
+    made = two_groups()
+    made = replace(made, sequences=made.sequences.select_fields("rollout_logprobs", "old_logprobs", "old_values"))
     result = estimate_advantages(made, estimator=RLOOAdvantage(), group_size=2, kl_coef=0.0)
     assert not [name for name in result.metrics if name.startswith("kl/")]
-    assert [row.ref_logprobs for row in policy_samples(made, result)] == [()] * 4
     measured = estimate_advantages(two_groups(), estimator=RLOOAdvantage(), group_size=2, kl_coef=0.0)
     assert torch.equal(result.advantages_BT, measured.advantages_BT)
     with pytest.raises(ConfigError, match=r"ppo\.kl\.coef = 0\.1: the log-probs of a reference are missing"):
@@ -242,12 +273,10 @@ def test_whitening_makes_gae_advantages_zero_mean_and_unit_variance():
 def test_training_rows_are_zero_on_the_prompt_and_keep_the_samplers_logprobs():
     made = experience(rollout((1, 9), (2, 3), 1.0), old=-1.0, ref=-1.0, value=0.5)
     result = estimate_advantages(made, estimator=GAE, group_size=1, kl_coef=0.0)
-    (policy_row,) = policy_samples(made, result)
-    (value_row,) = value_samples(made, result)
-    assert policy_row.rollout_logprobs == (0.0, 0.0, -0.5, -0.5)
-    assert policy_row.advantages == (0.0, 0.0, 0.5, 0.5)
-    assert value_row.returns == (0.0, 0.0, 1.0, 1.0)
-    assert value_row.old_values == (0.0, 0.0, 0.5, 0.5)
+    assert made.sequences.fields["rollout_logprobs"].tolist() == [0.0, 0.0, -0.5, -0.5]
+    assert made.flatten(result.advantages_BT).tolist() == [0.0, 0.0, 0.5, 0.5]
+    assert made.flatten(result.returns_BT).tolist() == [0.0, 0.0, 1.0, 1.0]
+    assert made.sequences.fields["old_values"].tolist() == [0.0, 0.0, 0.5, 0.5]
 
 
 def test_each_turn_gets_its_own_reward_and_the_last_action_the_rest():
@@ -276,47 +305,58 @@ def test_turns_that_split_equal_rewards_differently_leave_the_group_without_a_gr
 
 def cut_off(made: Experience, *rows: int) -> Experience:
     """Return the experience with answers that ended at the token limit."""
-    rollouts = [
-        replace(one, completion=replace(one.completion, finish_reason="length")) if row in rows else one
-        for row, one in enumerate(made.rollouts)
-    ]
-    return replace(made, rollouts=tuple(rollouts))
+    truncated = np.isin(np.arange(len(made.answers)), rows)
+    return replace(made, answers=replace(made.answers, truncated=truncated))
+
+
+MASKED: dict[str, Any] = {
+    "samples_per_prompt": 2,
+    "advantage": {"type": "rloo"},
+    "truncated_answers": "mask",
+    "kl": {"coef": 0.0},
+}
 
 
 def test_masked_answers_are_in_the_baseline_and_in_no_row():
     made = cut_off(two_groups(), 1)
-    whole = estimate_advantages(made, estimator=RLOOAdvantage(), group_size=2, kl_coef=0.0)
-    kept, advantages = without_truncated(made, whole)
-    assert advantages.metrics["rollout/masked"] == 0.25 and "rollout/masked" not in whole.metrics
-    rows, expected = policy_samples(kept, advantages), policy_samples(made, whole)
-    assert rows == [expected[0], *expected[2:]]
-    assert rows[0].advantages[1] == SCORES[0] - SCORES[1], "the answer that was cut off is its baseline"
-    assert len(kept.ref_logprobs) == 3 and value_samples(kept, advantages)[0] == value_samples(made, whole)[0]
+    whole = estimated(made, PPOConfig(**MASKED | {"truncated_answers": "train"}))
+    step = estimated(made, PPOConfig(**MASKED))
+    assert step.metrics["rollout/masked"] == 0.25 and "rollout/masked" not in whole.metrics
+    assert step.rows.tolist() == [0, 2, 3] and whole.rows.tolist() == [0, 1, 2, 3]
+    for mine, others in ((step.advantages, whole.advantages), (step.returns, whole.returns)):
+        rows = zip(made.sequences.split(mine), made.sequences.split(others), strict=True)
+        assert [one.tolist() == other.tolist() for one, other in rows] == [True] * 4
+    assert step.advantages[1] == SCORES[0] - SCORES[1], "the answer that was cut off is its baseline"
 
 
 def test_teachers_add_their_log_probs_to_the_advantages_of_the_rewards():
     made = experience(rollout((1, 2), (3, 4), 1.0), rollout((1,), (5,), 0.0), old=-0.5, ref=-0.5, value=0.0)
-    both = Lesson("both", 0.75, ((0.0, 0.0, -0.1, -0.9), (0.0, -2.5)))
-    first = Lesson("first", 0.25, ((0.0, 0.0, -1.5, -0.5), ()))  # does not teach the second answer
+    both = TeacherLogprobs(
+        "both", 0.75, np.array([0.0, 0.0, -0.1, -0.9, 0.0, -2.5], np.float32), np.array([True, True])
+    )
+    # does not teach the second answer, where it has the policy's own
+    first = TeacherLogprobs(
+        "first", 0.25, np.array([0.0, 0.0, -1.5, -0.5, 0.0, -0.5], np.float32), np.array([True, False])
+    )
     rewarded = estimate_advantages(made, estimator=DrGRPOAdvantage(), group_size=2, kl_coef=0.0)  # 0.5 and -0.5
-    taught = with_lessons(rewarded, replace(made, lessons=(both, first)), reward_weight=2.0)
+    taught_BT, metrics = add_distillation(
+        rewarded.advantages_BT, replace(made, teachers=(both, first)), reward_weight=2.0
+    )
     # log pi_m - log pi_old: of both 0.4, -0.4 and -2; of first -1 and 0
     by_hand = [[0.75 * 0.4 - 0.25 * 1 + 1, 0.75 * -0.4 + 1], [0.75 * -2 - 1, 0.0]]
-    assert taught.advantages_BT.tolist() == [pytest.approx(row, abs=1e-6) for row in by_hand]
-    assert taught.metrics["teacher/kl/both"] == pytest.approx(2 / 3, abs=1e-6)
-    assert taught.metrics["teacher/kl/first"] == pytest.approx(1 / 2, abs=1e-6)  # over two tokens
-    assert taught.metrics["teacher/kl"] == pytest.approx((0.75 * 2 + 0.25 * 1) / 3, abs=1e-6)
+    assert taught_BT.tolist() == [pytest.approx(row, abs=1e-6) for row in by_hand]
+    assert metrics["teacher/kl/both"] == pytest.approx(2 / 3, abs=1e-6)
+    assert metrics["teacher/kl/first"] == pytest.approx(1 / 2, abs=1e-6)  # over two tokens
+    assert metrics["teacher/kl"] == pytest.approx((0.75 * 2 + 0.25 * 1) / 3, abs=1e-6)
     alone = estimate_advantages(made, estimator=None, group_size=2, kl_coef=0.0)
     assert alone.advantages_BT.tolist() == [[0.0, 0.0], [0.0, 0.0]] and alone.metrics["reward/mean"] == 0.5
 
 
 def test_where_every_answer_was_cut_off_nothing_is_left():
     made = cut_off(two_groups(), 0, 1, 2, 3)
-    whole = estimate_advantages(made, estimator=RLOOAdvantage(), group_size=2, kl_coef=0.0)
-    kept, advantages = without_truncated(made, whole)
-    assert policy_samples(kept, advantages) == [] and advantages.metrics["rollout/masked"] == 1.0
-    chosen = with_loss_choice(advantages, kept, ClipCovLoss(), seed=0)
-    assert policy_samples(kept, chosen) == [] and chosen.metrics["policy/dropped_by_loss"] == 0.0
+    step = estimated(made, PPOConfig(**MASKED, loss={"type": "clip_cov"}))
+    assert len(step.rows) == 0
+    assert (step.metrics["rollout/masked"], step.metrics["policy/dropped_by_loss"]) == (1.0, 0.0)
 
 
 def test_a_loss_chooses_among_the_tokens_that_are_trained_on():
@@ -329,12 +369,11 @@ def test_a_loss_chooses_among_the_tokens_that_are_trained_on():
 
     longest = LENGTHS.index(max(LENGTHS))
     made = cut_off(two_groups(), longest)
-    whole = estimate_advantages(made, estimator=RLOOAdvantage(), group_size=2, kl_coef=0.0)
-    kept, advantages = trained_on(made, whole, Chooses(), masks=True, seed=0)
+    step = estimated(made, PPOConfig(**MASKED).model_copy(update={"loss": Chooses()}))
     rest = [length for row, length in enumerate(LENGTHS) if row != longest]
-    assert seen == [((3, max(rest)), (3, max(rest)), sum(rest))] and len(kept.rollouts) == 3
-    assert not any(any(row.advantages) for row in policy_samples(kept, advantages))
-    assert trained_on(made, whole, ClipLoss(), masks=False, seed=0) == (made, whole)
+    assert seen == [((3, max(rest)), (3, max(rest)), sum(rest))] and longest not in step.rows
+    split = made.sequences.split(step.advantages)
+    assert not any(split[row].any() for row in step.rows) and step.returns.any()
 
 
 def test_a_loss_may_take_tokens_away_by_the_step_as_a_whole():
@@ -342,9 +381,12 @@ def test_a_loss_may_take_tokens_away_by_the_step_as_a_whole():
     whole = estimate_advantages(made, estimator=RLOOAdvantage(), group_size=2, kl_coef=0.0)
     assert not ClipLoss.chooses_tokens and ClipCovLoss.chooses_tokens
     # every log pi_old is -1, so all covariances are 0: only bounds around it draw, and they draw all
-    chosen = with_loss_choice(whole, made, ClipCovLoss(fraction=1.0, cov_low=-1.0), seed=0)
-    assert not chosen.advantages_BT.any() and chosen.metrics["policy/dropped_by_loss"] == 1.0
-    assert torch.equal(chosen.returns_BT, whole.returns_BT)
+    assert whole.advantages_BT.any()
+    chosen_BT, dropped = drop_by_loss(
+        whole.advantages_BT, made, np.arange(4), ClipCovLoss(fraction=1.0, cov_low=-1.0), seed=0
+    )
+    assert not chosen_BT.any() and dropped == 1.0
+    assert whole.advantages_BT.any(), "the advantages that were given stay"
 
 
 def uneven_step() -> Experience:
@@ -357,10 +399,10 @@ def uneven_step() -> Experience:
         reason = "length" if at % 4 == 3 else "stop"
         completion = Completion(range(3, 3 + length), logprobs, "", reason, policy_version=0, seed=at)
         made.append(Rollout(PROMPT, (1, 2, 9)[: 1 + at % 3], completion, float(torch.randn(1, generator=dice)), {}))
-        row = [(-torch.rand(len(made[-1].prompt_ids) + length, generator=dice)).tolist() for _ in range(3)]
-        numbers.append(row)
-    old, ref, values = zip(*numbers, strict=True)
-    return Experience(tuple(made), token_samples(made), old, ref, values)
+        numbers.append([(-torch.rand(len(made[-1].prompt_ids) + length, generator=dice)).numpy() for _ in range(3)])
+    names = ("old_logprobs", "ref_logprobs", "old_values")
+    columns = map(np.concatenate, zip(*numbers, strict=True))
+    return measured(Experience.of(tuple(made)), dict(zip(names, columns, strict=True)))
 
 
 IN_BLOCKS = {
@@ -382,22 +424,19 @@ IN_BLOCKS = {
 @pytest.mark.parametrize("case", IN_BLOCKS)
 def test_a_step_that_is_computed_in_blocks_is_the_step(monkeypatch, case):
     step, config = uneven_step(), PPOConfig(samples_per_prompt=2, **IN_BLOCKS[case])
-    settings: dict[str, Any] = {
-        "function": None,
-        "turn_weights": {PROMPT.source: 0.0},
-        "kl_coef": config.kl.coef,
-        "seed": 1,
-    }
-    settings["greedy"] = [at / 8 for at in range(12)] if case == "remax" else ()
-    whole = rows_to_train(step, config, **settings)
-    monkeypatch.setattr("rlhf_core.training.experience.BLOCK", 30)
+    greedy = tuple(at / 8 for at in range(12)) if case == "remax" else ()
+    whole = estimated(step, config, greedy)
+    longest = int(step.answers.lengths.max())
+    monkeypatch.setattr("rlhf_core.training.experience.BLOCK", 5 * longest)
     monkeypatch.setattr("rlhf_core.algorithms.token_math.PART", 1)  # a row of a block at a time
-    assert [len(part.rollouts) for part in in_blocks(step, config)] == [2, 2, 2, 4, 2]
-    parts = rows_to_train(step, config, **settings)
-    assert parts[2] == pytest.approx(whole[2], rel=1e-5, abs=1e-6)  # sums of a dozen float32 numbers in another order
-    for one, other in zip(parts[0] + parts[1], whole[0] + whole[1], strict=True):
-        for name in one.__dataclass_fields__:
-            assert getattr(one, name).tolist() == pytest.approx(getattr(other, name).tolist(), rel=1e-5, abs=1e-6), name
+    ends = [0, 4, 8, 12]
+    assert split_into_blocks(step, config) == list(map(slice, ends, ends[1:]))
+    parts = estimated(step, config, greedy)
+    # Sums of a dozen float32 numbers in another order.
+    assert parts.metrics == pytest.approx(whole.metrics, rel=1e-5, abs=1e-6)
+    assert parts.rows.tolist() == whole.rows.tolist()
+    for mine, others in ((parts.advantages, whole.advantages), (parts.returns, whole.returns)):
+        assert mine.tolist() == pytest.approx(others.tolist(), rel=1e-5, abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -407,4 +446,4 @@ def test_what_needs_the_whole_step_is_computed_whole(monkeypatch, changes):
     monkeypatch.setattr("rlhf_core.training.experience.BLOCK", 30)
     step = uneven_step()
     config = PPOConfig(samples_per_prompt=2, advantage={"type": "rloo"}, **changes)
-    assert in_blocks(step, config) == [step]
+    assert split_into_blocks(step, config) == [ALL]

@@ -1,5 +1,8 @@
 """The shared loop: the true number of steps, the order of samples, and when it gives up."""
 
+import subprocess
+import sys
+
 import pytest
 
 from rlhf_core.config.policy import LoopConfig
@@ -40,3 +43,13 @@ def test_the_best_of_no_evaluations_is_refused_before_a_step(tmp_path, policy_fo
     with pytest.raises(ConfigError, match=r"sft\.loop\.keep_best = 1: no held-out rows are left"):
         shop.run("sft", config, inputs)
     assert not shop.tracker.points
+
+
+def test_stages_that_train_leave_the_models_and_engines_to_the_workers():
+    """Nothing that a stage imports may share a module with a function that needs transformers, peft or DeepSpeed."""
+    code = (
+        "import sys, stages.sft, stages.ppo, stages.dpo, stages.reward_model, stages.process_reward_model; "
+        "print(sorted({'transformers', 'peft', 'deepspeed', 'ray', 'vllm'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -12,7 +12,9 @@ from transformers import MistralConfig, MistralForCausalLM
 from rlhf_core.algorithms.policy.clip import ClipLoss
 from rlhf_core.algorithms.preference.dpo import DPOLoss
 from rlhf_core.algorithms.token_math import CorrectionConfig
-from rlhf_core.config.engines import InitModel, RuntimeConfig, TrainerConfig
+from rlhf_core.config.engines import TrainerConfig
+from rlhf_core.config.models import InitModel
+from rlhf_core.config.runtime import RuntimeConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.models.initialize import initialize_llama

@@ -161,14 +161,14 @@ print(json.dumps([renamed, total.item(), seen]))
 ROOT = Path(__file__).parents[3]
 
 
-def group(ranks: int, **environment: str) -> list[subprocess.Popen[str]]:
+def group(ranks: int, *, program: str = RANK, **environment: str) -> list[subprocess.Popen[str]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     place = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     return [
         subprocess.Popen(
-            [sys.executable, "-c", RANK],
+            [sys.executable, "-c", program],
             env=os.environ | place | {"RANK": str(rank), "PYTHONPATH": str(ROOT)} | environment,
             text=True,
             stdout=subprocess.PIPE,
@@ -185,6 +185,24 @@ def test_the_ranks_meet_at_the_address_that_is_used_and_nobody_else_can_come():
     assert seen == other == [3.0, ["127.0.0.1"]]
     if not renamed:
         pytest.skip("the machine's own name may lead to its loopback: nothing is shown of gloo")
+
+
+WAIT = """
+import time
+from datetime import timedelta
+import torch.distributed as dist
+from rlhf_core.training.state import on_first_rank
+dist.init_process_group("gloo", timeout=timedelta(seconds=3))
+done = []
+on_first_rank(lambda: done.append(time.sleep(6)))
+print(len(done))
+"""
+
+
+def test_ranks_wait_for_work_of_the_first_longer_than_for_each_other():
+    """Converting a checkpoint takes longer than the ten minutes of a collective of NCCL: here 6 s, and 3."""
+    said = [process.communicate(timeout=120) for process in group(2, program=WAIT)]
+    assert [out.strip() for out, _ in said] == ["1", "0"], [error[-2000:] for _, error in said]
 
 
 def test_an_address_of_another_machine_is_an_error_and_not_all_addresses():

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -15,27 +16,32 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from rlhf_core.algorithms.policy.clip import ClipLoss
 from rlhf_core.algorithms.preference.dpo import HingeLoss
 from rlhf_core.algorithms.token_math import CorrectionConfig
-from rlhf_core.config.engines import LoraConfig, OptimizerConfig, TrainerConfig
+from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
+from rlhf_core.config.models import LoraConfig
 from rlhf_core.errors import ArtifactError, ConfigError, TrainingError
-from rlhf_core.interfaces import ModelSpec
+from rlhf_core.interfaces import ModelSpec, logprob_rows
 from rlhf_core.models.loading import load_model
 from rlhf_core.models.lora import weights_digest
+from rlhf_core.sequences import Sequences, Subset
 from rlhf_core.store import checkpoints
 from rlhf_core.store.checkpoints import wait_for_parts
 from rlhf_core.training.batching import reduce
 from rlhf_core.training.engines.base import TorchEngine, open_engine
 from rlhf_core.training.experience import (
+    ALL,
     Experience,
-    Lesson,
-    estimate_advantages,
-    policy_samples,
-    with_lessons,
+    TeacherLogprobs,
+    add_distillation,
+    estimate_in_blocks,
 )
+from rlhf_core.training.moving_reference import AdaptersOff
 from rlhf_core.training.objectives.base import BradleyTerryObjective, PolicyObjective, SftObjective, ValueObjective
 from rlhf_core.training.objectives.preference import PairObjective
-from rlhf_core.training.trainer import LocalTrainer, WeightAverage, average_of, check_updated, count_skipped
-from rlhf_core.types import Completion, PolicySample, Prompt, RewardPair, Rollout, TokenSample, token_samples
+from rlhf_core.training.skipped import check_updated, count_skipped
+from rlhf_core.training.trainer import LocalTrainer, WeightAverage, average_of
+from rlhf_core.types import Completion, Prompt, RewardPair, Rollout, TokenSample
 from tests.rlhf_core.training.conftest import TINY
+from tests.support.samples import PolicySample
 from tests.support.tolerances import near, of_model, of_training
 
 TORCH = TrainerConfig(engine="torch", micro_batch=4)
@@ -66,7 +72,7 @@ def gradient(
 
 
 def on_policy(trainer: LocalTrainer, samples: list[PolicySample]) -> list[PolicySample]:
-    rows = trainer.logprobs([TokenSample(s.token_ids, s.loss_mask) for s in samples], temperature=0.7)
+    rows = logprob_rows(trainer, [TokenSample(s.token_ids, s.loss_mask) for s in samples], temperature=0.7)
     return [
         replace(sample, old_logprobs=row, rollout_logprobs=row, ref_logprobs=row)
         for sample, row in zip(samples, rows, strict=True)
@@ -98,20 +104,16 @@ def test_the_gradient_of_teachers_is_that_of_the_reverse_kl(policy_spec, optimiz
         for prompt in prompts
         for token in tokens
     )
-    samples = token_samples(rollouts)
-    old, taught = (tuple(one.logprobs(samples, temperature=0.7)) for one in (student, teacher))
-    made = Experience(rollouts, samples, old, (), (), (Lesson("teacher", 1.0, taught),))
-    alone = estimate_advantages(made, estimator=None, group_size=1, kl_coef=0.0)
-    rows = policy_samples(made, with_lessons(alone, made, reward_weight=0.0))
-    drawn = [  # the mean over all tokens, each V pi(token) times, is the expectation
-        replace(
-            row,
-            rollout_logprobs=p,
-            advantages=(*row.advantages[:-1], row.advantages[-1] * len(tokens) * math.exp(p[-1])),
-        )
-        for row, p in zip(rows, old, strict=True)
-    ]
-    student.forward_backward(drawn, replace(POLICY, kl_coef=0.0))
+    sampled = Experience.of(rollouts)
+    old, taught = (one.logprobs(sampled.sequences, temperature=0.7) for one in (student, teacher))
+    teachers = (TeacherLogprobs("teacher", 1.0, taught, np.ones(len(rollouts), bool)),)
+    made = replace(sampled, sequences=sampled.sequences.with_fields(old_logprobs=old), teachers=teachers)
+    [(alone_BT, _)], _ = estimate_in_blocks(made, [ALL], estimator=None, group_size=1, kl_coef=0.0)
+    advantages = made.flatten(add_distillation(alone_BT, made, reward_weight=0.0)[0])
+    # the mean over all tokens, each V pi(token) times, is the expectation
+    weighted = advantages * len(tokens) * np.exp(old)
+    batch = made.sequences.with_fields(rollout_logprobs=old, advantages=weighted)
+    student.forward_backward(batch, replace(POLICY, kl_coef=0.0))
     found = [weights.grad.clone() for weights in engines[0].module.parameters() if weights.grad is not None]
     engines[0].module.zero_grad()
     for prompt in prompts:
@@ -162,20 +164,23 @@ def test_measurements_come_back_in_order_and_are_those_of_each_sample_alone(
     policy_spec, score_spec, value_spec, token_samples
 ):
     policy, scorer, critic = (LocalTrainer(spec, None, TORCH) for spec in (policy_spec, score_spec, value_spec))
-    logprobs = policy.logprobs(token_samples, temperature=0.7)
-    values = critic.values(token_samples)
+    tokens = Sequences.of(token_samples)
+    logprobs = logprob_rows(policy, token_samples, temperature=0.7)
+    values = [row.tolist() for row in tokens.split(critic.values(tokens))]
     scores = scorer.scores([sample.token_ids for sample in token_samples])
     assert [len(row) for row in logprobs] == [len(sample.token_ids) for sample in token_samples]
     for index, sample in enumerate(token_samples):
-        assert logprobs[index] == near(policy.logprobs([sample], temperature=0.7)[0], of_model(TINY))
-        assert values[index] == near(critic.values([sample])[0], of_model(TINY))
+        assert logprobs[index] == near(logprob_rows(policy, [sample], temperature=0.7)[0], of_model(TINY))
+        assert values[index] == near(critic.values(Sequences.of([sample])).tolist(), of_model(TINY))
         assert scores[index] == near(scorer.scores([sample.token_ids])[0], of_model(TINY))
-        assert logprobs[index][:2] == values[index][:2] == (0.0, 0.0)
-    assert policy.logprobs(token_samples, temperature=0.7) == logprobs
+        assert logprobs[index][:2] == values[index][:2] == [0.0, 0.0]
+    assert logprob_rows(policy, token_samples, temperature=0.7) == logprobs
+    some = policy.logprobs(Subset(tokens, np.array([4, 1])), temperature=0.7)
+    assert some.tolist() == near(logprobs[4] + logprobs[1], of_model(TINY))
 
 
 def test_no_samples_give_no_answers(policy_spec):
-    assert LocalTrainer(policy_spec, None, TORCH).logprobs([], temperature=1.0) == []
+    assert logprob_rows(LocalTrainer(policy_spec, None, TORCH), []) == []
 
 
 def test_training_learns_the_samples_by_heart(policy_spec, optimizer, token_samples):
@@ -344,13 +349,13 @@ def test_lora_saves_the_adapters_alone_resumes_bitwise_and_exports_merged(
     assert all(".lora_" in name for name in saved["parameters"])
 
     steps(trainer, token_samples, SFT, 0, 2)
-    start = LocalTrainer(policy_spec, None, TORCH).logprobs(token_samples, temperature=1.0)
-    assert trainer.logprobs(token_samples, temperature=1.0, adapters=False) == start
-    assert trainer.logprobs(token_samples, temperature=1.0) != start
+    start = logprob_rows(LocalTrainer(policy_spec, None, TORCH), token_samples)
+    assert logprob_rows(AdaptersOff(trainer), token_samples) == start
+    assert logprob_rows(trainer, token_samples) != start
     trainer.export(tmp_path / "exported")
     exported = LocalTrainer(replace(policy_spec, path=str(tmp_path / "exported")), None, TORCH)
-    own = trainer.logprobs(token_samples, temperature=1.0)
-    for row, other in zip(own, exported.logprobs(token_samples, temperature=1.0), strict=True):
+    own = logprob_rows(trainer, token_samples)
+    for row, other in zip(own, logprob_rows(exported, token_samples), strict=True):
         assert row == near(other, of_model(TINY))
 
 
@@ -362,7 +367,7 @@ def test_an_export_is_what_transformers_loads(policy_spec, score_spec, token_sam
     ids = torch.tensor([sample.token_ids])
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
     own = torch.log_softmax(model(input_ids=ids).logits[0, :-1], -1).gather(-1, ids[0, 1:, None])[:, 0].tolist()
-    assert policy.logprobs([sample], temperature=1.0)[0][2:] == near(tuple(own[1:]), of_model(TINY))
+    assert logprob_rows(policy, [sample])[0][2:] == near(list(own[1:]), of_model(TINY))
     classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path / "scorer")
     assert scorer.scores([sample.token_ids])[0] == near(classifier(input_ids=ids).logits.item(), of_model(TINY))
 
@@ -406,8 +411,8 @@ def test_scores_and_values_of_a_bfloat16_trainer_are_float32_numbers(
     config, trained = BFLOAT16[name]
     reward, critic = (LocalTrainer(s, optimizer if trained else None, config) for s in (score_spec, value_spec))
     last = [TokenSample(s.token_ids, (0,) * (len(s.token_ids) - 1) + (1,)) for s in token_samples]
-    scores = reward.scores([s.token_ids for s in token_samples])
-    for measured in (scores, [v[-1] for v in critic.values(last)], [v[0] for v in reward.step_scores(last)]):
+    scores, tokens = reward.scores([s.token_ids for s in token_samples]), Sequences.of(last)
+    for measured in (scores, critic.values(tokens)[tokens.offsets[1:] - 1], [v[0] for v in reward.step_scores(last)]):
         exact = torch.tensor(measured)
         # The chance that a float32 is a bfloat16 is 2^-16.
         assert not (exact == exact.bfloat16().float()).any()
@@ -426,7 +431,7 @@ def test_a_float32_lm_head_multiplies_what_the_layers_give_it_without_rounding(
     for fp32 in (False, True):
         chosen = config.model_copy(update={"fp32_lm_head": fp32})
         trainer = LocalTrainer(policy_spec, optimizer if trained else None, chosen)
-        found[fp32] = torch.tensor(trainer.logprobs([one], temperature=1.0)[0][2:])
+        found[fp32] = torch.tensor(logprob_rows(trainer, [one])[0][2:])
     module: Any = trainer._engine.module
     ids_1L = torch.tensor([one.token_ids])
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=trained):

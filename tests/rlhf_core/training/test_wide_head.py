@@ -1,7 +1,7 @@
 """ZeRO 3 with a vocabulary of 150,000: ranks whose LM heads have more or less to do make the same collective calls.
 
-At that size the head is computed 223 tokens at a time, 111 for distillation. Each rank has rows of its own lengths, so their numbers of
-chunks differ, from rank to rank and from step to step.
+The head is computed a few tokens at a time: 55 here, 27 for distillation, and four times as many in use. Each rank has
+rows of its own lengths, so their numbers of chunks differ, from rank to rank and from step to step.
 """
 
 import random
@@ -15,20 +15,22 @@ import torch
 
 from rlhf_core.algorithms.policy.clip import ClipLoss
 from rlhf_core.algorithms.token_math import CorrectionConfig
-from rlhf_core.config.engines import LoraConfig, TrainerConfig
+from rlhf_core.config.engines import TrainerConfig
+from rlhf_core.config.models import LoraConfig
 from rlhf_core.interfaces import ModelSpec
-from rlhf_core.models.forward import LOGPROB_ELEMENTS
+from rlhf_core.models import forward
 from rlhf_core.training.batching import reduce
 from rlhf_core.training.objectives.base import PolicyObjective, SftObjective
 from rlhf_core.training.objectives.distillation import DistillationObjective
-from rlhf_core.types import DistillationSample, PolicySample, TokenSample, TopLogprobs
+from rlhf_core.types import DistillationSample, TokenSample, TopLogprobs
 from tests.rlhf_core.training.ranks import load, run_ranks
+from tests.support.samples import PolicySample
 from tests.support.tolerances import assert_same_movement, roundings
 
 PROGRAM = Path(__file__).with_name("wide_head_program.py")
 VOCABULARY = 150_000
-CHUNK = LOGPROB_ELEMENTS // VOCABULARY
-LENGTHS = ((80, 460, 20, 60), (240,), (60, 230))
+CHUNK = load(PROGRAM).ELEMENTS // VOCABULARY
+LENGTHS = ((20, 115, 5, 15), (60,), (15, 57))
 """Of the rows of each step, dealt out in turn: in the second only the first rank has any."""
 ALONE = TrainerConfig(engine="torch", micro_batch=2)
 SHARED = TrainerConfig(engine="deepspeed", zero_stage=3, micro_batch=2)
@@ -119,12 +121,16 @@ def cases(tmp_path_factory) -> dict[str, Any]:
 def alone(cases: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """What one rank of the plain engine makes of the cases."""
     torch.set_num_threads(1)
-    made = load(PROGRAM).made
+    program = load(PROGRAM)
     checkpointed = {name: case.config.gradient_checkpointing for name, case in cases.items()}
-    return {
-        name: made(replace(case, config=ALONE.model_copy(update={"gradient_checkpointing": checkpointed[name]})))
-        for name, case in cases.items()
-    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forward, "LOGPROB_ELEMENTS", program.ELEMENTS)
+        return {
+            name: program.made(
+                replace(case, config=ALONE.model_copy(update={"gradient_checkpointing": checkpointed[name]}))
+            )
+            for name, case in cases.items()
+        }
 
 
 def assert_one_rank(made: list[dict[str, Any]], one: dict[str, Any], name: str) -> None:

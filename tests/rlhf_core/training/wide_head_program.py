@@ -14,7 +14,9 @@ from typing import Any
 import torch
 
 from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
-from rlhf_core.interfaces import ModelSpec
+from rlhf_core.interfaces import ModelSpec, logprob_rows
+from rlhf_core.models import forward
+from rlhf_core.models.piece_sizes import LOGPROB_ELEMENTS
 from rlhf_core.training.state import rank_and_world
 from rlhf_core.training.trainer import LocalTrainer
 from rlhf_core.types import TokenSample
@@ -22,6 +24,8 @@ from tests.support.rounding import round_by_batch_if_asked
 
 # A step far below the gradient's sign: Adam would turn the rounding of a tiny gradient into a whole step.
 OPTIMIZER = OptimizerConfig(eps=1.0, weight_decay=0.01)
+ELEMENTS = LOGPROB_ELEMENTS // 4
+"""Logits that are computed at a time: a quarter, so that rows of a quarter of the length have as many chunks."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ def made(case: Case) -> dict[str, Any]:
         steps.append([shard, trainer.optim_step(learning_rate=0.1)])
     # Between the passes with gradients and at their end: DeepSpeed notes the order of the modules and reads ahead.
     own = case.measured[rank::world]
-    answers: dict[str, Any] = {"logprobs": [list(row) for row in trainer.logprobs(own, temperature=0.7)]}
+    answers: dict[str, Any] = {"logprobs": logprob_rows(trainer, own, temperature=0.7)}
     if case.frozen:
         top = trainer.top_logprobs(own, k=3, temperature=1.0)
         answers["top"] = [torch.from_numpy(one.logprobs).double().tolist() for one in top]
@@ -86,6 +90,7 @@ def partition_everything() -> None:
 def main() -> None:
     round_by_batch_if_asked()
     torch.set_num_threads(1)
+    forward.LOGPROB_ELEMENTS = ELEMENTS
     partition_everything()
     cases, out = torch.load(sys.argv[1], weights_only=False), Path(sys.argv[2])
     rank, _ = rank_and_world()

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from rlhf_core.algorithms.advantage.base import TokenRewards, group_centered, zero_variance_groups
 from rlhf_core.algorithms.advantage.group import (
+    FlashReinforceAdvantage,
     GRPOAdvantage,
     MaxRLAdvantage,
     OPOAdvantage,
@@ -173,6 +174,15 @@ def test_groups_that_cannot_teach_are_counted():
 def test_a_group_of_one_is_refused_with_the_remedy(estimator):
     with pytest.raises(ConfigError, match=r"group_size = 1: .* raise samples_per_prompt"):
         estimator(torch.tensor([[1.0], [2.0]]))
+
+
+def test_a_baseline_of_the_step_needs_no_second_answer_and_compares_prompts():
+    estimator = FlashReinforceAdvantage()
+    # mean (1 + 2 + 6) / 3 = 3; of two answers to each prompt: (1 + 2 + 6 + 3) / 4 = 3
+    assert compared(estimator, torch.tensor([[1.0], [2.0], [6.0]])).flatten().tolist() == [-2.0, -1.0, 3.0]
+    assert compared(estimator, torch.tensor([[1.0, 2.0], [6.0, 3.0]])).tolist() == [[-2.0, -1.0], [3.0, 0.0]]
+    assert compared(estimator, torch.full((3, 1), 0.7)).flatten().tolist() == [0.0, 0.0, 0.0]
+    assert PPOConfig(advantage=estimator, samples_per_prompt=1).uses_values is False
 
 
 def test_the_spread_of_the_batch_does_not_blow_up_a_group_of_nearly_equal_rewards():

@@ -10,8 +10,8 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from rlhf_core.algorithms.policy.clip import ClipCovLoss, ClipLoss, GMPOLoss, GSPOLoss, aggregate, token_covariance
-from rlhf_core.algorithms.policy.weighted import CISPOLoss, DPPOLoss, SAPOLoss, binary_divergence
-from rlhf_core.algorithms.token_math import LossOutput
+from rlhf_core.algorithms.policy.weighted import CISPOLoss, DPPOLoss, SAPOLoss
+from rlhf_core.algorithms.token_math import LossOutput, binary_divergence
 from tests.support.losses import of_tokens
 
 clip_loss, gspo_loss, gmpo_loss = of_tokens(ClipLoss), of_tokens(GSPOLoss), of_tokens(GMPOLoss)

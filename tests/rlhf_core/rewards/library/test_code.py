@@ -5,8 +5,11 @@ import json
 import pytest
 
 from rlhf_core.errors import ConfigError, DataError
+from rlhf_core.rewards.batches import NoReward, screened
 from rlhf_core.rewards.library.code import code_reward, read_program, read_tests
+from rlhf_core.rewards.protocols import read_answer
 from rlhf_core.rewards.sandbox.local import find_isolation
+from tests.rlhf_core.rewards.answers import answer
 
 
 @pytest.fixture(autouse=True)
@@ -79,3 +82,21 @@ def test_a_test_that_is_none_is_refused_and_pays_nobody(label, rule):
 def test_tests_in_python_may_be_written_as_people_write_them(label, count):
     assert len(read_tests(label)) == count
     assert code_reward([""] * 2, ["f = lambda x: x + 1", "f = lambda x: x"], [label] * 2) == [1.0, 0.0]
+
+
+def test_a_program_that_waits_has_no_reward_and_its_answer_is_invalid():
+    waits, wrong = "```python\nimport time\ntime.sleep(99)\n```", "```python\ndef f(x): return 0\n```"
+    label = "assert f(1) == 2"
+    found = code_reward(["q"] * 2, [waits, wrong], [label] * 2, timeout_s=0.2)
+    assert isinstance(found[0], NoReward) and found[1] == 0.0
+    outcome = read_answer(found, 2, also={})
+    assert outcome.values == (None, 0.0) and "longer than 1 s" in outcome.failures[0]
+    assert screened("code", outcome, [answer(waits), answer(wrong)], on_failure="fail") == outcome  # it ends no run
+
+
+def test_a_wait_after_a_wrong_answer_does_not_pay():
+    waits = "```python\nimport time\ndef f(x):\n  if x == 2: time.sleep(99)\n  return 0\n```"
+    label = "assert f(1) == 1\nassert f(2) == 2"
+    assert code_reward(["q"], [waits], [label], timeout_s=0.2) == [0.0]
+    (share,) = code_reward(["q"], [waits], [label], timeout_s=0.2, score="share")
+    assert isinstance(share, NoReward)

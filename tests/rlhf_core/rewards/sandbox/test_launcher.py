@@ -40,6 +40,7 @@ def ask(launcher: subprocess.Popen[str], work: Path, program: str, **changes: An
         "work": str(work),
         "hidden": [],
         "timeout_s": 20.0,
+        "wall_s": 100.0,
         "memory_bytes": 2**30,
         "processes": 64,
         "file_bytes": 2**20,

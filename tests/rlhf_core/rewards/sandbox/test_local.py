@@ -73,7 +73,19 @@ def test_a_program_reads_its_input_and_writes_its_output():
     [
         ("1 / 0", QUICK, "error", "ZeroDivisionError"),
         ("while True: pass", QUICK, "timeout", ""),
-        ("import os, time\nos.close(1); os.close(2)\ntime.sleep(60)", QUICK, "timeout", ""),  # it closed its output
+        (
+            "import os, time\nos.close(1); os.close(2)\ntime.sleep(60)",
+            Limits(0.5),
+            "stalled",
+            "",
+        ),  # it closed its output
+        # 4 * 0.5 CPU s, each process within its limit
+        (
+            "import os, time\nos.fork()\nos.fork()\nwhile time.process_time() < 0.5: pass\ntime.sleep(9)",
+            Limits(1.5),
+            "timeout",
+            "",
+        ),
         ("x = []\nwhile True: x.append(bytearray(10**7))", Limits(5, memory_mb=128), "memory", ""),
         # 4 * 100 MB, each process within its limit
         (
@@ -90,7 +102,19 @@ def test_a_program_ends_at_its_limits(program, limits, outcome, written):
     start = time.monotonic()
     ran = run(program, limits=limits)
     assert ran.outcome == outcome and written in ran.stderr and len(ran.stdout) in (0, 64 * 1024)
-    assert time.monotonic() - start < limits.timeout_s + sandbox.GRACE_S
+    assert time.monotonic() - start < limits.timeout_s * sandbox.WALL_TIMES * sandbox.TRIES + sandbox.GRACE_S
+
+
+def test_the_limit_is_on_cpu_time_and_a_program_that_only_waits_has_no_result():
+    limits = Limits(timeout_s=1.0)
+    assert run("import time\ntime.sleep(2.5)\nprint(1)", limits=limits).stdout == "1\n"  # as on a busy machine
+    waits = "import time\ndef f(x): time.sleep(99)"
+    tests = [Assertions("assert f(1) == 1"), Assertions("assert f(2) == 2")]
+    verdict = run_tests(waits, tests, limits=Limits(timeout_s=0.2))
+    assert (verdict.outcome, verdict.share, verdict.complete) == ("stalled", 0.0, False)
+    wrong_then_waits = "import time\ndef f(x):\n  if x == 2: time.sleep(99)"
+    verdict = run_tests(wrong_then_waits, tests, limits=Limits(timeout_s=0.2))
+    assert (verdict.outcome, verdict.complete) == ("failed", False)
 
 
 def test_a_fork_bomb_is_stopped_and_leaves_nothing():
@@ -377,3 +401,17 @@ def wait_for(condition: object, seconds: float = 15.0) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+@pytest.mark.parametrize("end", ["exit()", "quit()", "exit(0)", "import sys; sys.exit()", "raise SystemExit"])
+def test_a_program_may_end_itself_after_its_output_and_not_before_its_tests(end):
+    test = InputOutput("1\n", "2\n")
+    assert run_tests(f"print(int(input()) + 1)\n{end}", [test], limits=QUICK).outcome == "passed"
+    assert run_tests(f"{end}\nprint(int(input()) + 1)", [test], limits=QUICK).outcome == "failed"
+    assert run_tests(f"def f(x):\n    return x\n{end}", [Assertions("assert f(1) == 1")], limits=QUICK).share == 0.0
+
+
+def test_a_program_starts_with_names_of_its_own_only():
+    shown = "print(sorted(n for n in globals() if n[:2] != '__'), __name__, __file__)\nimport sys\nprint(sys.argv)"
+    assert run_program(shown, limits=QUICK).stdout == "[] __main__ main.py\n['main.py']\n"
+    assert run_program("from __future__ import annotations\nexit(3)", limits=QUICK).status == 3

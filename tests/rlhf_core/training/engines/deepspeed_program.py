@@ -21,14 +21,15 @@ import torch
 
 from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
 from rlhf_core.errors import TrainingError
-from rlhf_core.interfaces import ModelSpec
+from rlhf_core.interfaces import ModelSpec, logprob_rows
 from rlhf_core.training.engines import base
 from rlhf_core.training.engines.base import Engine, open_engine
 from rlhf_core.training.objectives.base import SftObjective, ValueObjective
 from rlhf_core.training.state import rank_and_world, save_engine_settings
 from rlhf_core.training.trainer import LocalTrainer
-from rlhf_core.types import TokenSample, ValueSample
+from rlhf_core.types import TokenSample
 from tests.support.rounding import round_by_batch_if_asked
+from tests.support.samples import ValueSample
 
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3, weight_decay=0.01)
 # Rows per step: with two ranks the second one has nothing to do in the last step.
@@ -97,7 +98,7 @@ def measure(policy: str, config: TrainerConfig, folder: Path) -> dict[str, Any]:
         made["skipped"] = skip(trainers[1][0])
         made["digest_after_skip"] = digest(engines[1])
         rows = [TokenSample(s.token_ids, s.loss_mask) for s in samples()]
-        made["logprobs"] = [list(row) for row in trainers[0][0].logprobs(rows[:3], temperature=1.0)]
+        made["logprobs"] = logprob_rows(trainers[0][0], rows[:3])
         trainers[0][0].export(folder / "exported")
     with pair(policy, config) as (trainers, engines):
         for index, (trainer, _) in enumerate(trainers):

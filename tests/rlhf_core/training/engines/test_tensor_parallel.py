@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from rlhf_core.config.engines import LoraConfig, OptimizerConfig, TrainerConfig
+from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
+from rlhf_core.config.models import LoraConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.models.loading import load_model

@@ -30,10 +30,11 @@ from rlhf_core.algorithms.preference.dpo import (
 from rlhf_core.algorithms.token_math import CorrectionConfig, LossOutput
 from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
 from rlhf_core.errors import DataError
-from rlhf_core.interfaces import ModelSpec
+from rlhf_core.interfaces import ModelSpec, Objective
 from rlhf_core.models.batches import collate
 from rlhf_core.models.forward import sequence_scores, step_scores
 from rlhf_core.models.loading import load_model
+from rlhf_core.sequences import Sequences
 from rlhf_core.training.batching import reduce
 from rlhf_core.training.objectives.base import (
     BradleyTerryObjective,
@@ -41,13 +42,13 @@ from rlhf_core.training.objectives.base import (
     PolicyObjective,
     SftObjective,
     StepObjective,
-    TrainingObjective,
     ValueObjective,
 )
 from rlhf_core.training.objectives.preference import PairObjective
 from rlhf_core.training.trainer import LocalTrainer
-from rlhf_core.types import PolicySample, StepSample, TokenSample
+from rlhf_core.types import StepSample, TokenSample
 from tests.rlhf_core.training.conftest import TINY
+from tests.support.samples import PolicySample
 from tests.support.tolerances import near, of_model
 
 CPU = torch.device("cpu")
@@ -67,7 +68,7 @@ def model_of(spec: ModelSpec) -> nn.Module:
     return load_model(spec, dtype="float32", attention="sdpa", gradient_checkpointing=False, device="cpu")
 
 
-def computed(objective: TrainingObjective, model: nn.Module, samples: Sequence[Any], pad_id: int = 0) -> LossOutput:
+def computed(objective: Objective, model: nn.Module, samples: Sequence[Any], pad_id: int = 0) -> LossOutput:
     return objective.compute(PlacedModel(model, pad_id, CPU), samples, objective.denominators(samples))
 
 
@@ -79,7 +80,7 @@ def own_logprobs(model: Any, sample: TokenSample | PolicySample, temperature: fl
     return logprobs[torch.tensor(sample.loss_mask[1:]) == 1]
 
 
-def gradients(objective: TrainingObjective, model: nn.Module, batches: list[list[Any]], pad_id: int = 0) -> Tensor:
+def gradients(objective: Objective, model: nn.Module, batches: list[list[Any]], pad_id: int = 0) -> Tensor:
     samples = [sample for batch in batches for sample in batch]
     denominators = objective.denominators(samples)
     model.zero_grad()
@@ -211,7 +212,7 @@ def test_entropy_and_kl_to_the_reference_are_measured_where_they_are_not_in_the_
 
 def test_samples_without_a_reference_have_the_same_loss_and_no_distance_to_it(policy_spec, policy_samples):
     free = replace(POLICY, kl_coef=0.0)
-    bare = [replace(sample, ref_logprobs=()) for sample in policy_samples]
+    bare = Sequences.of(policy_samples).select_fields("rollout_logprobs", "old_logprobs", "advantages")
     model = model_of(policy_spec)
     with_reference, without = computed(free, model, policy_samples), computed(free, model, bare)
     assert torch.equal(with_reference.loss, without.loss)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rlhf_core.config.engines import InitModel
+from rlhf_core.config.models import InitModel
 from rlhf_core.data.alignment import AlignedSample, CrossTokenizerSample, aligned_examples
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.interfaces import ModelSpec

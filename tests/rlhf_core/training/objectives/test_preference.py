@@ -5,10 +5,13 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from rlhf_core.algorithms.preference.answers import BCOLoss, KTOLoss, RewardShift
 from rlhf_core.algorithms.preference.dpo import AOTLoss, DPOLoss
+from rlhf_core.sequences import Sequences
 from rlhf_core.training.fit import Carried
 from rlhf_core.training.objectives.preference import (
     BCOObjective,
@@ -31,10 +34,10 @@ class Says:
     def __init__(self, sums: Sequence[float]) -> None:
         self._sums = sums
 
-    def logprobs(self, samples: Sequence[TokenSample], *, temperature: float) -> list[tuple[float, ...]]:
+    def logprobs(self, samples: Sequences, *, temperature: float) -> NDArray[np.float32]:
         assert len(samples) == len(self._sums)
         assert temperature == 1.0
-        return [(0.0, value) for value in self._sums]
+        return np.array([number for value in self._sums for number in (0.0, value)], np.float32)
 
 
 def softplus(x: float) -> float:

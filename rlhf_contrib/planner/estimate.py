@@ -1,0 +1,434 @@
+"""Predict the memory, the time and the fit of each stage of a plan (`rlhf plan --estimate`): arithmetic without torch.
+
+Memory of training comes from `rlhf_contrib.planner.memory`, which `benchmarks/planner.py` compares with real processes; the
+engine's and all times are formulas over data sheets, and no GPU has confirmed them. Rows are taken at their greatest length.
+"""
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pipelines.execution.plan import PlannedStage
+from rlhf_contrib.planner.hardware import CONTEXT, CPU, MFU, PCIE, Hardware
+from rlhf_contrib.planner.memory import BYTES, RankMemory, Role, human, larger, rank_memory, zero_stage
+from rlhf_contrib.planner.sizes import ModelShape
+from rlhf_contrib.planner.stage_models import Phase, Shapes, Step, phases, step_of
+from rlhf_core.config.runtime import RuntimeConfig, VllmSamplerConfig, VllmServerSamplerConfig
+from rlhf_core.errors import ConfigError
+from rlhf_core.store.artifacts import ArtifactStore
+
+GIB = float(1 << 30)
+GRAPHS = 2e9
+"""Bytes of an engine beside weights and KV cache: CUDA graphs, activations, sampling. An allowance, not measured."""
+ASLEEP = 1.5e9
+"""Bytes of a sleeping engine: its context and graphs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The bytes of one memory at its worst moment, by term, and how many there are."""
+
+    where: str
+    """`train GPU`, `engine GPU`, `shared GPU`, `node` (host memory)."""
+    limit: float
+    terms: Mapping[str, float]
+    moment: str = ""
+    """The moment, and the role that makes it."""
+
+    @property
+    def total(self) -> float:
+        """Return the sum."""
+        return sum(self.terms.values())
+
+    @property
+    def fits(self) -> bool:
+        """Return whether it is within the limit."""
+        return self.total <= self.limit
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What a stage needs: its memories, and the seconds of a step by part ({} where its data alone decide)."""
+
+    label: str
+    loads: tuple[Load, ...]
+    roles: tuple[tuple[Role, RankMemory], ...]
+    seconds: Mapping[str, float]
+    steps: int = 0
+    kv_tokens: float | None = None
+    """Tokens that the KV cache of an engine holds; None without one of fixed size."""
+
+    @property
+    def fits(self) -> bool:
+        """Return whether all memories are within their limits."""
+        return all(load.fits for load in self.loads)
+
+
+def estimates(
+    planned: Sequence[PlannedStage], store: ArtifactStore, runtime: RuntimeConfig, on: Hardware, prompt_tokens: int
+) -> list[Estimate]:
+    """Return the estimate of each stage that has engines and will run, in order."""
+    shapes = Shapes(store)
+    found = []
+    for stage in planned:
+        if stage.decision.action != "HIT":
+            held = phases(stage.spec, shapes, runtime, prompt_tokens)
+            if held:
+                found.append(estimate(stage.label, held, step_of(stage, prompt_tokens), runtime, on))
+        shapes.note(stage.spec)
+    return found
+
+
+def estimate(label: str, held: Sequence[Phase], step: Step | None, runtime: RuntimeConfig, on: Hardware) -> Estimate:
+    """Return the estimate of a stage that holds the models of `held`, one phase after another."""
+    loads: dict[str, Load] = {}
+    for phase in held:
+        for load in _loads(phase, runtime, on):
+            if load.where not in loads or load.total - load.limit > loads[load.where].total - loads[load.where].limit:
+                loads[load.where] = load
+    roles = {role.label: role for phase in held for role in phase.roles}
+    memories = tuple((role, _memory(role, runtime, on)) for role in roles.values())
+    sampled = next((phase.sampled for phase in held if phase.sampled), None)
+    tokens = kv_tokens(sampled, runtime, on) if sampled else None
+    seconds = step_seconds(list(roles.values()), sampled, step, runtime, on) if step else {}
+    return Estimate(label, tuple(loads.values()), memories, seconds, step.steps if step else 0, tokens)
+
+
+# ---------------------------------------------------------------- memory
+
+
+def _memory(role: Role, runtime: RuntimeConfig, on: Hardware) -> RankMemory:
+    own = runtime.of(role.name)
+    return rank_memory(role, own.trainer, own.train_workers, on_cpu=on.name == CPU)
+
+
+def _loads(phase: Phase, runtime: RuntimeConfig, on: Hardware) -> Iterator[Load]:
+    """Yield the memory of each kind of GPU, and of a node."""
+    _check_kinds(phase, runtime, on)
+    memories = {role.label: _memory(role, runtime, on) for role in phase.roles}
+    pools = {name: [one for one in phase.roles if runtime.pool_of(one.name) == name] for name in ("", *runtime.pools)}
+    worst = {name: _worst(roles, memories) for name, roles in pools.items()}
+    engine = engine_bytes(phase.sampled, runtime, on) if phase.sampled else {}
+    host = host_bytes(phase.roles, memories, runtime, on)
+    if on.name == CPU:
+        workers = {name: runtime.in_pool(name).train_workers for name in pools}
+        ranks = {
+            f"{term} x {workers[name]}": size * workers[name]
+            for name, (terms, _) in worst.items()
+            for term, size in terms.items()
+        }
+        yield Load("machine", on.memory, ranks | engine | host, worst[""][1])
+        return
+    context = {"context": CONTEXT}
+    trained, moment = worst.pop("")
+    if trained and engine and runtime.shares_gpus:
+        own = {role.label: memories[role.label] for role in pools[""]}
+        yield Load("shared GPU", on.memory, *_shared(trained, own, engine, moment, runtime))
+    else:
+        if trained:
+            yield Load("train GPU", on.memory, context | trained, moment)
+        if engine:
+            yield Load("engine GPU", on.memory, engine)
+    for name, (terms, moment) in worst.items():
+        if terms:
+            yield Load(f"GPU of pool {name}", on.memory, context | terms, moment)
+    yield Load("node", on.host, host)
+
+
+def _check_kinds(phase: Phase, runtime: RuntimeConfig, on: Hardware) -> None:
+    """Raise ConfigError for models on CPUs beside others on GPUs, of which there is no description here."""
+    for key, held in (("gpus_per_train_worker", phase.roles), ("gpus_per_engine", phase.sampled)):
+        if held and on.name != CPU and not getattr(runtime, key):
+            rule = "computes on CPUs what --estimate knows on GPUs or on CPUs alone"
+            raise ConfigError(f"runtime.{key}", 0, rule, "give both GPUs or none, or leave --estimate out")
+
+
+def _worst(roles: Sequence[Role], memories: Mapping[str, RankMemory]) -> tuple[dict[str, float], str]:
+    """Return the terms of the train worker's worst moment, and its name: each model is opened beside those before it."""
+    worst: dict[str, float] = {}
+    name = ""
+    for number, role in enumerate(roles):
+        for moment, terms in memories[role.label].moments.items():
+            if moment == "sync" and role.name == "value_model":
+                continue  # its weights stay where they are
+            beside = roles[: number + 1] if moment == "open" else roles
+            kept = {
+                f"{one.label} {term}": size for one in beside for term, size in memories[one.label].resident.items()
+            }
+            now = kept | {f"{moment} {term}": size for term, size in terms.items()}
+            if sum(now.values()) > sum(worst.values()):
+                worst, name = now, f"{MOMENTS[moment]} the {role.label.replace('_', ' ')}"
+    return worst, name
+
+
+MOMENTS = {
+    "open": "opening",
+    "train": "training",
+    "measure": "measuring with",
+    "sync": "handing out",
+    "save": "saving",
+}
+
+
+def _shared(
+    trained: dict[str, float],
+    memories: Mapping[str, RankMemory],
+    engine: dict[str, float],
+    moment: str,
+    runtime: RuntimeConfig,
+) -> tuple[dict[str, float], str]:
+    """Return the terms of a GPU with a train worker and an engine, at the worse of training and sampling."""
+    asleep = {"engine asleep": ASLEEP} if runtime.sampler.needs().sleeps else engine
+    between = {f"{name} {term}": size for name, memory in memories.items() for term, size in memory.resident.items()}
+    resting = {} if runtime.trainer.sleep else between
+    training = {"context": CONTEXT} | trained | asleep
+    sampling = {"context": CONTEXT} | resting | engine
+    return (training, moment) if sum(training.values()) >= sum(sampling.values()) else (sampling, "sampling")
+
+
+def engine_bytes(shape: ModelShape, runtime: RuntimeConfig, on: Hardware) -> dict[str, float]:
+    """Return the bytes of an engine on each of its GPUs; on CPUs those of all engines; {} for servers elsewhere.
+
+    vLLM takes `gpu_memory_fraction` of the GPU for weights, graphs and KV cache together.
+    """
+    sampler = runtime.sampler
+    if isinstance(sampler, VllmServerSamplerConfig):
+        return {}
+    if not isinstance(sampler, VllmSamplerConfig):
+        context = {} if on.name == CPU else {"engine context": CONTEXT}
+        return context | {"engine weights": float(BYTES[sampler.dtype] * shape.parameters)}
+    weights = float(BYTES[sampler.dtype] * shape.parameters) / sampler.tensor_parallel
+    if on.name == CPU:
+        engines = sampler.engines
+        return {"engine weights": weights * engines, "engine KV cache": sampler.kv_cache_gib * GIB * engines}
+    cache = sampler.gpu_memory_fraction * on.memory - weights - GRAPHS
+    return {"engine weights": weights, "engine graphs": GRAPHS, "engine KV cache": max(cache, 0.0)}
+
+
+def kv_token_bytes(shape: ModelShape, dtype: str) -> float:
+    """Return the bytes of a token in the KV cache: a key and a value in each layer."""
+    return 2.0 * shape.layers * shape.key_width * BYTES[dtype]
+
+
+def kv_tokens(shape: ModelShape, runtime: RuntimeConfig, on: Hardware) -> float | None:
+    """Return how many tokens the KV cache of one engine holds, None for an engine without one of fixed size."""
+    sampler = runtime.sampler
+    if not isinstance(sampler, VllmSamplerConfig):
+        return None
+    cache = engine_bytes(shape, runtime, on)["engine KV cache"]
+    cache *= sampler.tensor_parallel if on.name != CPU else 1 / sampler.engines
+    return cache / kv_token_bytes(shape, sampler.dtype)
+
+
+def host_bytes(
+    roles: Sequence[Role], memories: Mapping[str, RankMemory], runtime: RuntimeConfig, on: Hardware
+) -> dict[str, float]:
+    """Return the bytes of host memory of the fullest node: its ranks' offloaded states and copies.
+
+    The files of models are mapped, and in the page cache of a node once, which gives them back when it is short.
+    """
+    ranks = {role.label: min(runtime.of(role.name).train_workers, on.per_node) for role in roles}
+    kept = {
+        f"{name} {term}": number * ranks[name]
+        for name, memory in memories.items()
+        for term, number in memory.host.items()
+    }
+
+    def used(moment: str) -> dict[str, float]:
+        return {name: sum(memory.host_moments.get(moment, {}).values()) for name, memory in memories.items()}
+
+    # Checkpoints of all trained models are written at the same time; weights are handed out by one rank.
+    saved = sum(size * ranks[name] for name, size in used("save").items())
+    sent = max(used("sync").values(), default=0.0)
+    updated = max((size * ranks[name] for name, size in used("train").items()), default=0.0)
+    copies = larger({"checkpoint copies": saved}, {"weights handed out": 2 * sent}, {"update": updated})
+    return kept | copies
+
+
+# ---------------------------------------------------------------- time
+
+
+def step_seconds(
+    roles: Sequence[Role], sampled: ModelShape | None, step: Step, runtime: RuntimeConfig, on: Hardware
+) -> dict[str, float]:
+    """Return the seconds of one step by part: sample, measure, train, sync. Pools compute at the same time."""
+    trainer, workers = runtime.trainer, runtime.train_workers
+    seconds: dict[str, float] = {}
+    if sampled is not None and step.answers:
+        seconds["sample"] = sample_seconds(sampled, step, runtime, on)
+    measured, trained = defaultdict[str, float](float), defaultdict[str, float](float)
+    once = 0 if not step.answers else step.trained
+    for role in roles:
+        own, pool = runtime.of(role.name), "" if on.name == CPU else runtime.pool_of(role.name)
+        # On CPUs all workers share the cores.
+        flops = on.flops * (MFU * own.train_workers if on.name != CPU else 0.5)
+        gathers = _gather_seconds(role, once or step.trained, own, on)
+        if once:
+            measured[pool] += role.measures * max(2.0 * role.shape.active * once / flops, gathers)
+        if role.trained:
+            work = (4 if role.lora else 6) + 2 * trainer.gradient_checkpointing
+            trained[pool] += step.epochs * max(work * role.shape.active * step.trained / flops, 3 * gathers)
+            if trainer.offload_optimizer and zero_stage(role, own.trainer):
+                moved = 6.0 * role.trained_parameters / own.train_workers  # gradients out, weights back
+                trained[pool] += moved / PCIE
+    if measured:
+        seconds["measure"] = max(measured.values())
+    seconds["train"] = max(trained.values(), default=0.0)
+    policy = next((role for role in roles if role.trained and role.name == "policy"), None)
+    if step.answers and policy is not None and sampled is not None:
+        alone = runtime.sampler.needs().adapters and policy.lora is not None
+        weights = BYTES[trainer.dtype] * (policy.trained_parameters if alone else policy.shape.parameters)
+        by_host = on.name != CPU and (alone or (runtime.train_workers > 1 and runtime.shares_gpus))
+        across = on.link if workers + _engine_gpus(runtime) <= on.per_node else on.network
+        seconds["sync"] = weights / (PCIE if by_host else across)
+    return seconds
+
+
+def _engine_gpus(runtime: RuntimeConfig) -> int:
+    needs = runtime.sampler.needs()
+    return needs.engines * needs.tensor_parallel
+
+
+def _gather_seconds(role: Role, tokens: int, runtime: RuntimeConfig, on: Hardware) -> float:
+    """Return the seconds in which ZeRO 3 gathers the weights once for each micro-batch of a rank."""
+    if zero_stage(role, runtime.trainer) != 3 or runtime.train_workers == 1:
+        return 0.0
+    link = on.link if runtime.train_workers <= on.per_node else on.network
+    passes = math.ceil(tokens * runtime.trainer.ranks_per_share / (runtime.train_workers * role.tokens))
+    return passes * BYTES[runtime.trainer.dtype] * role.parameters / link
+
+
+def sample_seconds(shape: ModelShape, step: Step, runtime: RuntimeConfig, on: Hardware) -> float:
+    """Return the seconds of sampling: prompts at the speed of products, then each token at that of memory."""
+    sampler, needs = runtime.sampler, runtime.sampler.needs()
+    dtype = getattr(sampler, "dtype", "float32")
+    engines, parallel = needs.engines, needs.tensor_parallel
+    each = math.ceil(step.answers / engines)
+    held = kv_tokens(shape, runtime, on)
+    most = each if held is None else held / (step.prompt_tokens + step.answer_tokens)
+    together = max(1.0, min(each, most, getattr(sampler, "max_num_seqs", None) or each))
+    flops = on.flops * (MFU if on.name != CPU else 0.5 / engines)
+    prompts = 2.0 * shape.active * each * step.prompt_tokens / (parallel * flops)
+    length = step.prompt_tokens + step.answer_tokens / 2
+    read = BYTES[dtype] * shape.active + together * length * kv_token_bytes(shape, dtype)
+    products = 2.0 * shape.active * together / flops
+    token = max(read / on.bandwidth, products) / parallel
+    return prompts + token * step.answer_tokens * math.ceil(each / together)
+
+
+# ---------------------------------------------------------------- what does not fit
+
+
+def refusal(
+    found: Sequence[Estimate],
+    planned: Sequence[PlannedStage],
+    store: ArtifactStore,
+    runtime: RuntimeConfig,
+    on: Hardware,
+    prompt_tokens: int,
+) -> ConfigError | None:
+    """Return the error for the stage that exceeds a memory by most, with the settings that would mend it; None if all fit."""
+    over = [(load.total / load.limit, one, load) for one in found for load in one.loads if not load.fits]
+    if not over:
+        return _cache_error(found, runtime, on)
+    _, worst, load = max(over, key=lambda each: each[0])
+
+    def fits(changed: RuntimeConfig) -> bool:
+        again = estimates(planned, store, changed, on, prompt_tokens)
+        return all(one.fits for one in again)
+
+    where = f"{worst.label} needs {human(load.total)} GB on each {load.where} of {human(load.limit)}"
+    where += f" while {load.moment}" if load.moment else ""
+    for key, value, changed in mends(runtime, on):
+        if fits(changed):
+            names, was = key.split(" and "), _value_at(runtime, key.split(" and ")[0])
+            others = f" and {' and '.join(names[1:])}" if len(names) > 1 else ""
+            return ConfigError(names[0], was, where, f"set it to {json.dumps(value)}{others}")
+    largest = max(load.terms, key=lambda term: load.terms[term])
+    rule = f"{where}, and no other setting of [runtime] alone mends it; the largest part is {largest}, {human(load.terms[largest])} GB"
+    size = f"{max(role.parameters for role, _ in worst.roles) / 1e9:.3g}B parameters" if worst.roles else "this size"
+    return ConfigError("prepare_data.model", size, rule, "take a smaller model, or GPUs with more memory")
+
+
+def _cache_error(found: Sequence[Estimate], runtime: RuntimeConfig, on: Hardware) -> ConfigError | None:
+    """Return the error for an engine whose KV cache does not hold one answer of full length."""
+    longest = getattr(runtime.sampler, "max_model_len", 0)
+    for one in found:
+        if one.kv_tokens is not None and one.kv_tokens < longest:
+            rule = f"leaves {one.label} a KV cache of {one.kv_tokens:,.0f} tokens, less than one answer of {longest}"
+            name = "kv_cache_gib" if on.name == CPU else "gpu_memory_fraction"
+            remedy = "raise it" if on.name == CPU else "raise it, or raise runtime.sampler.tensor_parallel"
+            return ConfigError(f"runtime.sampler.{name}", getattr(runtime.sampler, name), rule, remedy)
+    return None
+
+
+def mends(runtime: RuntimeConfig, on: Hardware) -> Iterator[tuple[str, Any, RuntimeConfig]]:
+    """Yield settings that lower the need for memory, as key, value and the changed runtime; those that cost least first."""
+    trainer, sampler = runtime.trainer, runtime.sampler
+    steps: list[tuple[str, Any, RuntimeConfig]] = []
+
+    def with_trainer(base: RuntimeConfig, **update: Any) -> RuntimeConfig:
+        return base.model_copy(update={"trainer": base.trainer.model_copy(update=update)})
+
+    if not trainer.gradient_checkpointing:
+        steps.append(
+            ("runtime.trainer.gradient_checkpointing", True, with_trainer(runtime, gradient_checkpointing=True))
+        )
+    batch = trainer.micro_batch // 2
+    while batch >= 1 and not trainer.micro_tokens:
+        steps.append(("runtime.trainer.micro_batch", batch, with_trainer(runtime, micro_batch=batch)))
+        batch //= 2
+    if runtime.shares_gpus and isinstance(sampler, VllmSamplerConfig) and not sampler.sleep:
+        asleep = runtime.model_copy(update={"sampler": sampler.model_copy(update={"sleep": True})})
+        steps.append(("runtime.sampler.sleep", True, asleep))
+    if runtime.shares_gpus and not trainer.sleep:
+        steps.append(("runtime.trainer.sleep", True, with_trainer(runtime, sleep=True)))
+    if isinstance(sampler, VllmSamplerConfig):
+        for tenths in range(round(sampler.gpu_memory_fraction * 10) - 1, 1, -1):
+            lower = sampler.model_copy(update={"gpu_memory_fraction": tenths / 10})
+            if runtime.shares_gpus:
+                key = "runtime.sampler.gpu_memory_fraction"
+                steps.append((key, tenths / 10, runtime.model_copy(update={"sampler": lower})))
+    if trainer.engine == "deepspeed":
+        if trainer.zero_stage < 3 and runtime.train_workers > 1 and trainer.tensor_parallel == 1:
+            steps.append(("runtime.trainer.zero_stage", 3, with_trainer(runtime, zero_stage=3)))
+        if not trainer.offload_optimizer and trainer.zero_stage > 0:
+            steps.append(("runtime.trainer.offload_optimizer", True, with_trainer(runtime, offload_optimizer=True)))
+        if not trainer.offload_optimizer and runtime.train_workers > 1 and trainer.zero_stage < 3:
+            both = with_trainer(runtime, offload_optimizer=True, zero_stage=3)
+            steps.append(("runtime.trainer.zero_stage and runtime.trainer.offload_optimizer = true", 3, both))
+        if not trainer.offload_optimizer and trainer.zero_stage == 3:
+            least = with_trainer(runtime, offload_optimizer=True, micro_batch=1)
+            steps.append(("runtime.trainer.offload_optimizer and runtime.trainer.micro_batch = 1", True, least))
+    if trainer.engine == "deepspeed" and on.name != CPU:
+        for factor in (2, 4, 8):
+            more = runtime.train_workers * factor
+            steps.append(("runtime.train_workers", more, runtime.model_copy(update={"train_workers": more})))
+    for name, pool in runtime.pools.items():
+        for key, value in (("zero_stage", 3), ("workers", 2 * pool.workers), ("workers", 4 * pool.workers)):
+            changed = runtime.pools | {name: pool.model_copy(update={key: value})}
+            steps.append((f"runtime.pools.{name}.{key}", value, runtime.model_copy(update={"pools": changed})))
+    yield from steps
+
+
+def _value_at(runtime: RuntimeConfig, key: str) -> Any:
+    value: Any = runtime
+    for name in key.split(".")[1:]:
+        value = value[name] if isinstance(value, Mapping) else getattr(value, name)
+    return value
+
+
+def alike(found: Sequence[Estimate]) -> list[tuple[list[str], Estimate]]:
+    """Return the estimates that differ, each with the labels of the stages that have it."""
+    groups: list[tuple[list[str], Estimate]] = []
+    for one in found:
+        for labels, known in groups:
+            if replace(one, label=known.label) == known:
+                labels.append(one.label)
+                break
+        else:
+            groups.append(([one.label], one))
+    return groups

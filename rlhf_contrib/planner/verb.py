@@ -1,0 +1,97 @@
+"""Print the predicted memory and time of each stage of a plan (`rlhf plan --estimate`), and refuse what does not fit."""
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from pipelines.cli.common import console, print_json, print_line
+from pipelines.cli.plan_verbs import planned_stages
+from pipelines.execution.plan import duration
+from rlhf_contrib.planner.estimate import Estimate, Load, alike, estimates, refusal
+from rlhf_contrib.planner.hardware import Hardware, hardware_of
+from rlhf_contrib.planner.memory import human
+
+NOTHING_RUN = "from formulas and data sheets: nothing of this was measured on a GPU (docs/scaling.md)"
+
+
+def estimate(options: argparse.Namespace) -> None:
+    """Print the estimate of each stage that will run. Raises ConfigError for the stage that fits least."""
+    config, store, planned = planned_stages(options)
+    runtime, on = config.runtime, hardware_of(options.on, config.runtime)
+    prompt_tokens = config.prepare_data.max_prompt_tokens
+    found = estimates(planned, store, runtime, on, prompt_tokens)
+    error = refusal(found, planned, store, runtime, on, prompt_tokens)
+    if options.json:
+        refused = "" if error is None else str(error)
+        print_json(
+            {"profile": options.profile, "on": on.name, "stages": [as_json(one) for one in found], "refused": refused}
+        )
+    else:
+        for line in table(found, on, terms=options.terms):
+            print_line(console, line)
+    if error is not None:
+        raise error
+
+
+def table(found: Sequence[Estimate], on: Hardware, *, terms: bool) -> list[str]:
+    """Return a Markdown table with a line for each memory of each stage, and a line of time."""
+    lines = [f"On {on.name}, in GB (1e9 bytes); {NOTHING_RUN}.", ""]
+    lines += ["| stage | memory | needs | of | most while | fits |", "|---|---|--:|--:|---|---|"]
+    groups = alike(found)
+    for labels, one in groups:
+        for load in one.loads:
+            fits = "yes" if load.fits else "**no**"
+            shown = f"{human(load.total)} | {human(load.limit)} | {load.moment or '-'} | {fits}"
+            lines.append(f"| {named(labels)} | {load.where} | {shown} |")
+    if terms:
+        lines.append("")
+        lines += [f"{named(labels)}, {load.where}: {parts(load)}" for labels, one in groups for load in one.loads]
+    timed = [f"| {named(labels)} | {seconds(one)} |" for labels, one in groups if one.seconds]
+    return [*lines, *(["", "| stage | seconds of a step, at the longest rows |", "|---|---|"] if timed else []), *timed]
+
+
+def named(labels: Sequence[str]) -> str:
+    """Return the labels of stages with the same estimate.
+
+    >>> named(["iterative_dpo/1/dpo", "iterative_dpo/2/dpo", "iterative_dpo/3/dpo"])
+    'iterative_dpo/1/dpo and 2 like it'
+    """
+    return labels[0] if len(labels) == 1 else f"{labels[0]} and {len(labels) - 1} like it"
+
+
+def parts(load: Load) -> str:
+    """Return the terms of a memory, largest first."""
+    ordered = sorted(load.terms.items(), key=lambda term: -term[1])
+    return ", ".join(f"{name.replace('_', ' ')} {human(size)}" for name, size in ordered if size >= 5e7) or "little"
+
+
+def seconds(one: Estimate) -> str:
+    """Return the seconds of a step and its parts, and how long all steps take if their number is known."""
+    total = sum(one.seconds.values())
+    made = ", ".join(f"{name} {size:.3g}" for name, size in one.seconds.items())
+    every = f"; {one.steps} steps: {duration(total * one.steps)}" if one.steps else ""
+    return f"{total:.3g} ({made}){every}"
+
+
+def as_json(one: Estimate) -> dict[str, Any]:
+    """Return the estimate of a stage as JSON values; bytes, seconds."""
+    return {
+        "stage": one.label,
+        "fits": one.fits,
+        "memory": [
+            {"where": load.where, "bytes": load.total, "limit": load.limit, "fits": load.fits, "moment": load.moment}
+            | {"terms": dict(load.terms)}
+            for load in one.loads
+        ],
+        "roles": [
+            {"role": role.label, "parameters": role.parameters, "trained": role.trained_parameters}
+            | {
+                "resident": dict(memory.resident),
+                "moments": {name: dict(added) for name, added in memory.moments.items()},
+            }
+            for role, memory in one.roles
+        ],
+        "seconds": dict(one.seconds),
+        "steps": one.steps,
+        "kv_tokens": one.kv_tokens,
+    }

@@ -1,0 +1,37 @@
+"""Pack requests and completions for messages to and from a sampling worker.
+
+A request becomes a plain tuple, and the numbers of all completions become two arrays. A pickle of each object by itself
+takes most of the time in which the driver receives short answers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import fields
+from itertools import pairwise
+from operator import attrgetter
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlhf_core.sequences import join_rows, offsets_of
+from rlhf_core.types import Column, Completion, SamplingRequest
+
+PackedCompletions: TypeAlias = tuple[NDArray[np.int32], NDArray[np.float32], list[int], list[tuple[Any, ...]]]
+"""Token ids [S], log-probs [S], lengths [N], and the other fields of each completion in order [N]."""
+PackedRequest: TypeAlias = tuple[Column[int], int, int]
+pack_request = attrgetter(*(one.name for one in fields(SamplingRequest)))
+_OTHERS = attrgetter(*(one.name for one in fields(Completion)[2:]))
+
+
+def pack(completions: Sequence[Completion]) -> PackedCompletions:
+    token_ids, lengths = join_rows("i", [one.token_ids for one in completions])
+    logprobs, _ = join_rows("f", [one.logprobs for one in completions])
+    return token_ids, logprobs, lengths, list(map(_OTHERS, completions))
+
+
+def unpack(packed: PackedCompletions) -> list[Completion]:
+    """The inverse of `pack`. The numbers of a completion are views if Ray has mapped the arrays, which are then read-only."""
+    token_ids, logprobs, lengths, others = packed
+    ids, values = Column[int]("i", token_ids), Column[float]("f", logprobs)
+    rows = zip(pairwise(offsets_of(lengths).tolist()), others, strict=True)
+    return [Completion(ids[start:end], values[start:end], *rest) for (start, end), rest in rows]

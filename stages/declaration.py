@@ -1,0 +1,209 @@
+"""The declaration of a stage: a typed signature and the fields that its key, form and deployment are made from.
+
+`stages.table` declares the stages. Stages do not import this module either: the code of a strict stage is part of its key.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, ParamSpec, TypeAlias, TypeVar, get_args, get_type_hints
+
+from rlhf_core.schema.base import Config
+from rlhf_core.stage.key import CodePolicy, StageInput, StageSpec
+from rlhf_core.types import ArtifactRef, ProcessRewardModelRef, RewardModelRef
+from stages.config.measured import Numbers, Specs
+
+P = ParamSpec("P")
+R = TypeVar("R", bound=ArtifactRef)
+Engine: TypeAlias = Literal["trainer", "sampler", "registry"]
+"""Services that a stage uses: engines of the runtime, and the registry of models."""
+
+
+def always(config: Any) -> bool:
+    """Return True: the stage reads the input whatever its configuration."""
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class From:
+    """Where the form of an input starts, and when the input is read: an annotation of the declaration's argument.
+
+    `start` is the label of the store with which the form in Prefect starts, or several by name where the stage takes a table
+    of artifacts. The stage reads the input only if `when` holds for its configuration; otherwise the input named by
+    `instead` is used, so unused inputs do not enter the key.
+    """
+
+    start: str | Mapping[str, str]
+    when: Callable[[Any], bool] = always
+    instead: str = ""
+    default: str = ""
+    """Name that a table `[recipe.NAME]` reads if it gives none, where that is not the part of the data in `start`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Input:
+    """An input of a stage: a keyword argument of its `run`. An `optional` one may be left out; the rest is as in `From`.
+
+    >>> from stages.table import sft
+    >>> sft.inputs["policy"].many, sft.inputs["policy"].start
+    (False, 'prepare_data.base')
+    """
+
+    kind: type[ArtifactRef]
+    start: str | Mapping[str, str]
+    optional: bool = False
+    when: Callable[[Any], bool] = always
+    instead: str = ""
+    default: str = ""
+
+    @property
+    def many(self) -> bool:
+        """Return whether the input is a table of artifacts by name."""
+        return not isinstance(self.start, str)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage(Generic[P, R]):
+    """A stage as it is declared.
+
+    >>> from stages.table import sft
+    >>> sft.module, sft.engines
+    ('stages.sft', ('trainer',))
+    """
+
+    name: str
+    """Of the module in `stages`, of the flow in Prefect and, with dashes, of its deployment."""
+    version: int
+    """Part of the key; raised when the same configuration gives another result."""
+    code: CodePolicy
+    """Whether a change of the code makes a new key (`strict`: stages of seconds) or is only pointed out (`warn`)."""
+    config: Any
+    """The configuration: a class, or a union of classes discriminated by `type`."""
+    inputs: Mapping[str, Input]
+    output: type[R]
+    """The kind of artifact; `ArtifactRef` where it depends on the configuration or the inputs."""
+    engines: tuple[Engine, ...]
+    """Engines that the stage leases; their configuration is part of its key."""
+    section: str
+    """Where a profile configures the stage alone, which fills its form in Prefect; "" if no profile does."""
+    page: str
+    """Its page in docs."""
+    about: str
+    """One sentence for the form in Prefect."""
+    judges: tuple[str, ...] = ()
+    """Input that the stage's report judges, and the entry of that table: a gate after the stage holds it back, too."""
+    metrics: Callable[[StageSpec, Specs], Numbers]
+    """Returns the names of the metrics of its record and the numbers of its report, which gates and sweeps may name."""
+    files: Callable[[Any], Mapping[str, str]] | None = None
+    """Returns the digests of the user's files that a configuration names; they are part of the key."""
+
+    @property
+    def module(self) -> str:
+        """Return the name of the module, which is imported only where the stage runs."""
+        return f"stages.{self.name}"
+
+    @property
+    def configs(self) -> tuple[type[Config], ...]:
+        """Return the classes of the configuration.
+
+        >>> from stages.table import select
+        >>> [kind.__name__ for kind in select.configs]
+        ['BestOfN', 'TopK', 'Threshold', 'Pairs', 'PromptsInBand']
+        """
+        return (self.config,) if isinstance(self.config, type) else get_args(get_args(self.config)[0])
+
+    def reads_input(self, name: str, config: Config) -> bool:
+        """Return whether the stage reads the input `name` under this configuration."""
+        return self.inputs[name].when(config)
+
+    def inputs_read(self, config: Config) -> list[str]:
+        """Return the names of the inputs that the stage reads under this configuration."""
+        return [name for name in self.inputs if self.reads_input(name, config)]
+
+    def scores(self, config: Config) -> bool:
+        """Return whether the stage computes rewards, whose heads stay float32 under a bfloat16 trainer."""
+        read = self.inputs_read(config)
+        kinds = {self.output, *(self.inputs[name].kind for name in read)}
+        return "reward_models" in read or not kinds.isdisjoint({RewardModelRef, ProcessRewardModelRef})
+
+    def spec(
+        self,
+        config: Config,
+        inputs: dict[str, StageInput],
+        *,
+        label: str,
+        seed: int,
+        engines: dict[str, Any],
+        callables: tuple[str, ...] = (),
+    ) -> StageSpec:
+        """Return the stage with these inputs, ready to be decided on and run."""
+        return StageSpec(
+            name=self.name,
+            module=self.module,
+            version=self.version,
+            code=self.code,
+            config=config,
+            inputs=inputs,
+            seed=seed,
+            label=label,
+            engines=engines,
+            callables=callables,
+        )
+
+
+STAGES: dict[str, Stage[..., Any]] = {}
+"""All stages by name, in the order of their declarations."""
+
+
+def stage(
+    *,
+    version: int,
+    code: CodePolicy,
+    engines: tuple[Engine, ...],
+    page: str,
+    metrics: Callable[[StageSpec, Specs], Numbers],
+    section: str = "",
+    judges: tuple[str, ...] = (),
+    files: Callable[[Any], Mapping[str, str]] | None = None,
+) -> Callable[[Callable[P, R]], Stage[P, R]]:
+    """Return what makes a stage of a signature, its docstring and these fields of `Stage`, and adds it to `STAGES`."""
+
+    def declared(signature: Callable[P, R]) -> Stage[P, R]:
+        types = get_type_hints(signature, include_extras=True)
+        config, output = types.pop("config"), types.pop("return")
+        arguments = inspect.signature(signature).parameters
+        made: Stage[P, R] = Stage(
+            name=signature.__name__,
+            version=version,
+            code=code,
+            config=config,
+            inputs={name: _input(kind, arguments[name].default is None) for name, kind in types.items()},
+            output=output,
+            engines=engines,
+            section=section,
+            page=page,
+            about=inspect.getdoc(signature) or "",
+            judges=judges,
+            metrics=metrics,
+            files=files,
+        )
+        STAGES[made.name] = made
+        return made
+
+    return declared
+
+
+def _input(annotation: Any, may_be_left_out: bool) -> Input:
+    """Return the input of an argument: `Annotated[kind, From(...)]`, where the kind is one, a mapping of it, or optional."""
+    kind, given = get_args(annotation)
+    if may_be_left_out:
+        kind = next(one for one in get_args(kind) if one is not type(None))
+    many = not isinstance(kind, type)
+    return Input(
+        kind=get_args(kind)[1] if many else kind,
+        start=given.start,
+        optional=may_be_left_out and given.when is always,
+        when=given.when,
+        instead=given.instead,
+        default=given.default,
+    )

@@ -1,0 +1,125 @@
+"""Rules of every topic of `rlhf_contrib`: its page, its commands, and the former names of its modules."""
+
+import ast
+import importlib
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from pydantic import TypeAdapter
+
+from pipelines.cli.main import VERBS, main
+from rlhf_core.config.agent_modules import AGENT_MODULES
+from rlhf_core.config.agents import AgentConfig
+from rlhf_core.errors import ConfigError
+from rlhf_core.stage.decision import stage_code
+from rlhf_core.store.fingerprint import module_digests
+from stages.config.generate import GenerateConfig
+from stages.table import STAGES
+
+ROOT = Path(__file__).resolve().parents[2]
+TOPICS = sorted(path.parent.name for path in ROOT.glob("rlhf_contrib/*/__init__.py"))
+FORMER_MODULES = {
+    "pipelines.cli.import_openrlhf": "rlhf_contrib.openrlhf.verb",
+    "pipelines.cli.estimate_verb": "rlhf_contrib.planner.verb",
+    "pipelines.cli.sweep_verb": "rlhf_contrib.sweep.verb",
+    "pipelines.execution.estimate": "rlhf_contrib.planner.estimate",
+    "pipelines.execution.hardware": "rlhf_contrib.planner.hardware",
+    "pipelines.execution.stage_models": "rlhf_contrib.planner.stage_models",
+    "pipelines.execution.sweep": "rlhf_contrib.sweep.points",
+    "pipelines.importers.openrlhf": "rlhf_contrib.openrlhf",
+    "pipelines.importers.openrlhf.translate": "rlhf_contrib.openrlhf.translate",
+    "rlhf_core.integrations.nemo_gym": "rlhf_contrib.environments.nemo_gym",
+    "rlhf_core.integrations.openenv": "rlhf_contrib.environments.openenv",
+    "rlhf_core.integrations.openrlhf": "rlhf_contrib.openrlhf.agent",
+    "rlhf_core.integrations.verifiers": "rlhf_contrib.environments.verifiers",
+    "rlhf_core.models.sizes": "rlhf_contrib.planner.sizes",
+    "rlhf_core.sampling.vllm_server_sampler": "rlhf_contrib.vllm_server.sampler",
+    "rlhf_core.training.memory": "rlhf_contrib.planner.memory",
+}
+NAMES_TOPICS = {
+    "pipelines/cli/main.py": "the table of commands",
+    "rlhf_core/config/agent_modules.py": "the table of agents",
+    "rlhf_core/config/runtime.py": "the module of a sampler",
+    "pipelines/cli/extras.py": "a topic is not installed",
+    "pipelines/cli/run_command.py": "names of loggers",
+    "pipelines/execution/job.py": "names of loggers",
+    "rlhf_core/store/fingerprint.py": "the code of topics counts",
+}
+"""File of the core that names the package -> why."""
+
+
+@pytest.mark.parametrize("topic", TOPICS)
+def test_a_topic_has_a_page_that_says_what_it_promises_and_how_it_is_tested(topic):
+    page = (ROOT / "rlhf_contrib" / topic / "README.md").read_text(encoding="utf-8")
+    assert "A topic of [rlhf_contrib](../../docs/contrib.md): it may change in any release." in page
+    assert f"make test TESTS=tests/rlhf_contrib/{topic}\n" in page
+    assert (ROOT / "tests/rlhf_contrib" / topic).is_dir()
+
+
+@pytest.mark.parametrize(("verb", "place"), [(v, place) for v, place in VERBS.items() if "contrib" in place])
+def test_a_command_of_a_topic_is_in_it_and_says_so_if_the_topic_is_missing(verb, place, monkeypatch, capsys):
+    module, _, function = place.partition(":")
+    assert callable(getattr(importlib.import_module(module), function))
+    monkeypatch.setitem(sys.modules, module, None)  # as without the file
+    assert main(WORDS[verb]) == 2
+    said = capsys.readouterr().err
+    assert said == (
+        f"rlhf {verb.split()[0]}: needs {module}, which is not installed; "
+        "install the whole wheel of rlhf-lifecycle, which has all topics\n"
+    )
+
+
+def test_the_core_names_topics_only_in_its_tables_and_in_former_modules():
+    """`lint-imports` does not see a module that is imported by a name made at run time."""
+    files = [path for package in ("rlhf_core", "stages", "pipelines") for path in (ROOT / package).rglob("*.py")]
+    texts = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in files}
+    naming = {path for path, text in texts.items() if "rlhf_contrib" in text and names_a_topic(text)}
+    assert {path for path in naming if "\nmoved(__name__, " not in texts[path]} == set(NAMES_TOPICS)
+
+
+def names_a_topic(text: str) -> bool:
+    """True for a module with the name of the package in a string that is no docstring."""
+    nodes = list(ast.walk(ast.parse(text)))
+    docstrings = {node.value for node in nodes if isinstance(node, ast.Expr)}
+    constants = [node for node in nodes if isinstance(node, ast.Constant) and node not in docstrings]
+    return any("rlhf_contrib" in str(node.value) for node in constants)
+
+
+@pytest.mark.parametrize(("kind", "module"), AGENT_MODULES.items())
+def test_the_code_of_an_agent_is_that_of_its_module_too_and_a_missing_module_is_named(kind, module, monkeypatch):
+    """`rlhf plan` compares these digests with those of a result."""
+    agent = TypeAdapter(AgentConfig).validate_python(AGENTS[kind])
+    spec = STAGES["generate"].spec(GenerateConfig(agent=agent), {}, label="generate", seed=0, engines={})
+    added = stage_code(spec).items() - stage_code(replace(spec, config=GenerateConfig())).items()
+    assert dict(added)[module] == module_digests(module)[module]
+    monkeypatch.setitem(AGENT_MODULES, kind, "rlhf_contrib.no_such_topic")
+    with pytest.raises(
+        ConfigError, match=r"module = 'rlhf_contrib\.no_such_topic': is not installed; install the whole"
+    ):
+        stage_code(spec)
+
+
+AGENTS = {
+    "program": {"type": "program", "command": ["true"]},
+    "openrlhf": {"type": "openrlhf", "file": "a.py"},
+    "openenv": {"type": "openenv", "url": "http://a"},
+    "nemo_gym": {"type": "nemo_gym", "url": "http://a"},
+    "verifiers": {"type": "verifiers", "python": "python", "environment": "e"},
+}
+WORDS = {
+    "import-openrlhf": ["import-openrlhf", "train.sh"],
+    "plan --estimate": ["plan", "tiny/full", "--estimate"],
+    "sweep": ["sweep", "tiny/full"],
+}
+
+
+@pytest.mark.parametrize(("former", "present"), FORMER_MODULES.items())
+def test_a_former_name_of_a_module_is_the_module_and_warns_of_the_new_name(former, present, monkeypatch):
+    for name in [name for name in sys.modules if former.startswith(name) and name in FORMER_MODULES]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.warns(FutureWarning, match="; the former name works until 0.4") as said:
+        module = importlib.import_module(former)
+    assert module is importlib.import_module(present)
+    assert len(said) == 1 and f"is now {present.removesuffix('.translate')};" in str(said[0].message)

@@ -1,0 +1,1 @@
+from tests.rlhf_core.conftest import policies as policies

@@ -1,0 +1,204 @@
+"""Scores in a judge's reply: what is read, and what is refused because it can be read in two ways."""
+
+import pytest
+
+from rlhf_core.config.rewards import JsonVerdict, PatternVerdict
+from rlhf_core.rewards.verdicts import find_verdict, read_number, read_score, read_scores
+
+
+@pytest.mark.parametrize(
+    ("text", "verdict", "score"),
+    [
+        ("Score: 8", PatternVerdict(), 8.0),
+        ("score = 3.5\nno: Score: 4", PatternVerdict(), 4.0),  # the last one counts
+        ("SCORE:-1", PatternVerdict(), -1.0),
+        ("**Score:** 8", PatternVerdict(), 8.0),
+        ("__Score__: **7.5**", PatternVerdict(), 7.5),
+        ('{"score": 8}', JsonVerdict(), 8.0),
+        ('first {"score": 1} then ```{"why": {"x": 1}, "score": "2"}```', JsonVerdict(), 2.0),
+    ],
+)
+def test_the_last_score_counts(text, verdict, score):
+    assert read_score(text, verdict, low=-10, high=10) == score
+
+
+@pytest.mark.parametrize(
+    ("text", "verdict", "message"),
+    [
+        ("very good", PatternVerdict(), "holds no score"),
+        ("Score: 11", PatternVerdict(), "not between 0 and 10"),
+        ('{"score": [1]}', PatternVerdict(), "holds no score"),
+        ('{"score": null}', JsonVerdict(), "holds no score"),
+        ('{"score": "good"}', JsonVerdict(), "'good' is not a number"),
+        ('{"score": NaN}', JsonVerdict(), "nan is not between"),
+        ('{"points": 3}', JsonVerdict(), "holds no score"),
+        ("{", JsonVerdict(), "holds no score"),
+        ('{"a":' * 2000, JsonVerdict(), "holds no score"),
+    ],
+)
+def test_an_answer_without_a_score_is_not_zero(text, verdict, message):
+    with pytest.raises(ValueError, match=message):
+        read_score(text, verdict, low=0, high=10)
+
+
+def test_a_pattern_may_hold_the_list_of_scores():
+    verdict = PatternVerdict(pattern=r"Scores: (.*)")
+    assert read_scores("Scores: 1, 2\nScores: [3; -4.5]", verdict, count=2, low=-5, high=5) == [3.0, -4.5]
+
+
+@pytest.mark.parametrize(
+    ("said", "score"),
+    [
+        ("8/10", 8.0),
+        ("8 points out of 10.", 8.0),
+        ("7 (out of a maximum of 10)", 7.0),
+        ("8点（10点満点）", 8.0),
+        ("8点/10点", 8.0),
+        ("8 of ten", 8.0),
+        ("8/10 (80%)", 8.0),
+        ("8 (i.e., 8/10)", 8.0),
+        ("8 (2 of 3 criteria are met)", 8.0),
+        ("8, 2 errors", 8.0),
+        ("8 (20% of the facts are missing)", 8.0),
+        ("7,5", 7.5),
+        ("0,125", 0.125),
+        ("７", 7.0),
+        ("٧٫٥", 7.5),
+        ("\u22125", -5.0),
+        ("1e-1", 0.1),
+        ("7, which is good", 7.0),
+        ("7 - fine", 7.0),
+        ("8.\n2 errors", 8.0),
+        ("7. 5 errors", 7.0),
+        ("**7.5**", 7.5),
+    ],
+)
+def test_a_number_is_read_as_people_write_it(said, score):
+    assert read_number(said, low=-10, high=10) == score
+    assert read_score(f"**Score:** {said}", PatternVerdict(pattern=r"Score\W+?([-\d].*)"), low=-10, high=10) == score
+
+
+@pytest.mark.parametrize(
+    ("said", "rule"),
+    [
+        ("1/5", "on another scale"),
+        ("3** / 5", "on another scale"),
+        ("3 out of 5", "on another scale"),
+        ("3 of the 5", "on another scale"),
+        ("3 von 5", "on another scale"),
+        ("3 Punkte von 5", "on another scale"),
+        ("3（满分5分）", "on another scale"),
+        ("4 (on a scale from 1 to 5)", "on another scale"),
+        ("4 on a 5-point scale", "on another scale"),
+        ("1%", "on another scale"),
+        ("8 per cent", "on another scale"),
+        ("4 out of five", "on another scale"),
+        ("3点/5点", "on another scale"),
+        ("3\u20445", "on another scale"),
+        ("3\n/5", "on another scale"),
+        ("4, out of 5", "on another scale"),
+        ("4 (i.e., 4/5)", "on another scale"),
+        ("4 (1-5)", "on another scale"),
+        ("4 (five-point scale)", "on another scale"),
+        ("4 (5 is best)", "on another scale"),
+        ("0.8 (80%)", "on another scale"),
+        ("7, 8", "in several ways"),
+        ("7; 8 and 9", "in several ways"),
+        ("7 + 1 = 8", "in several ways"),
+        ("8 ‰", "in several ways"),
+        ("1,000", "in several ways"),
+        ("1 000", "in several ways"),
+        ("1\u00a0000", "in several ways"),
+        ("1'000", "in several ways"),
+        ("1:10", "in several ways"),
+        ("7-8", "in several ways"),
+        ("7\u20138", "in several ways"),
+        ("7 to 8", "in several ways"),
+        ("7 or 8", "in several ways"),
+        ("7 ± 1", "in several ways"),
+        ("7½", "in several ways"),
+        ("7th", "in several ways"),
+        ("7.5.1", "in several ways"),
+        ("good", "not a number"),
+    ],
+)
+def test_a_number_on_another_scale_or_of_two_readings_is_no_score(said, rule):
+    with pytest.raises(ValueError, match=rule):
+        read_number(said, low=0, high=10)
+
+
+def test_the_highest_possible_score_is_not_the_score():
+    assert read_score("Score: 8\nMaximum score: 10", PatternVerdict(), low=0, high=10) == 8.0
+    assert read_score('{"score": 8, "max_score": 10}', JsonVerdict(), low=0, high=10) == 8.0
+    for field in ('"max_score": 5', '"out_of": 5', '"scale": "1-5"'):
+        with pytest.raises(ValueError, match="on another scale"):
+            read_score(f'{{"score": 4, {field}}}', JsonVerdict(), low=0, high=10)
+
+
+def test_percentages_are_scores_where_scores_go_to_a_hundred():
+    assert read_number("80 %", low=0, high=100) == 80.0
+
+
+def test_a_pattern_that_matches_the_last_digit_is_named():
+    with pytest.raises(ValueError, match="a part of a number"):
+        read_score("Score: 10", PatternVerdict(pattern=r".*(\d+)"), low=0, high=10)
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ('{"score": 0.9, "criteria": {"clear": {"score": 3}}}', 0.9),
+        ('{"details": [{"score": 2}, {"score": 10}], "score": 9}', 9.0),
+        ('[1] lacks a `{`. {"score": 8}', 8.0),
+        ('The form is {"score": <number>}. {"score": 8}', 8.0),
+        ('\\frac{a}{b} {"score": 8, "why": "no }"}', 8.0),
+        ('<think>{"score": 2}</think>{"score": "8/10"} {"name": "x"}', 8.0),
+    ],
+)
+def test_the_field_of_an_outermost_object_counts(text, score):
+    assert read_score(text, JsonVerdict(), low=0, high=10) == score
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"criteria": {"clear": {"score": 3}}}',
+        '[{"score": 2}, {"score": 10}]',
+        '[{"score": 2}, {"score": 10}',
+        '{"score": 7,5, "criteria": {"score": 3}}',
+        "{score: 9, 'criteria': {\"score\": 3}}",
+        '{"score": 9, "details": [{"score": 2}',
+        '{"score": 9, "score": 2}',
+        '<think>{"score": 2}</think> It is fine.',
+        '<think>{"score": 2}',
+    ],
+)
+def test_a_score_inside_of_something_else_is_not_the_score(text):
+    assert find_verdict(text, JsonVerdict()) is None
+
+
+@pytest.mark.parametrize("value", ["true", "[8]", '{"value": 8}', '"8 or 9"', '"3 out of 5"'])
+def test_a_field_must_be_one_number(value):
+    with pytest.raises(ValueError, match="judge's score"):
+        read_score(f'{{"score": {value}}}', JsonVerdict(), low=0, high=10)
+
+
+@pytest.mark.parametrize(
+    ("text", "scores"),
+    [
+        ("7,5; 8", [7.5, 8.0]),
+        ("7,5, 8", [7.5, 8.0]),
+        ("8,9", [8.0, 9.0]),
+        ("8 9", [8.0, 9.0]),
+        ("[8/10, 9/10]", [8.0, 9.0]),
+    ],
+)
+def test_a_list_of_scores_is_cut_between_its_numbers(text, scores):
+    verdict = PatternVerdict(pattern=r"Scores: (.*)")
+    assert read_scores(f"Scores: {text}", verdict, count=2, low=0, high=10) == scores
+
+
+@pytest.mark.parametrize("text", ["3/5, 4/5", "1: 8, 2: 9", "7 to 8, 9"])
+def test_a_list_of_other_numbers_is_refused(text):
+    with pytest.raises(ValueError, match="judge's score"):
+        read_scores(f"Scores: {text}", PatternVerdict(pattern=r"Scores: (.*)"), count=2, low=0, high=10)
