@@ -62,8 +62,12 @@ SAVE_TIMEOUT_S = 25.0
 """Seconds that a flow may take to save and end. Then it is killed, and resumes from its last checkpoint."""
 
 
-def deployments() -> list[Any]:
-    """Return the deployments; the forms of stages are filled from the tiny profiles, so that each can run unchanged."""
+def deployments(version: str | None = None) -> list[Any]:
+    """Return the deployments; the forms of stages are filled from the tiny profiles, so that each can run unchanged.
+
+    Without `version` Prefect chooses one. It also does so for a version that is set later, if the program is a clone of a
+    repository: then the version is the commit.
+    """
     profile = load_profile("tiny/full")
     forms: dict[str, tuple[Flow[..., Any], dict[str, Any]]] = {
         _dashed(name): (stage_flows.STAGE_FLOWS[name], {"settings": _settings(profile)})
@@ -73,9 +77,12 @@ def deployments() -> list[Any]:
     for name in FORMS:
         forms |= stage_parameters(load_profile(name))
     return [
-        *(declare(one, one.fn.__name__, {"profile": ""}, PIPELINE_TAG) for one in pipeline_flows.PIPELINES),
-        declare(waiting.approve, "approve", {}, PIPELINE_TAG),
-        *(declare(flow, name, parameters, STAGE_TAG) for name, (flow, parameters) in forms.items()),
+        *(
+            declare(one, one.fn.__name__, {"profile": ""}, PIPELINE_TAG, version=version)
+            for one in pipeline_flows.PIPELINES
+        ),
+        declare(waiting.approve, "approve", {}, PIPELINE_TAG, version=version),
+        *(declare(flow, name, parameters, STAGE_TAG, version=version) for name, (flow, parameters) in forms.items()),
     ]
 
 
@@ -130,9 +137,8 @@ def register(runner: Runner, home: Home) -> None:
         for name in kept["names"]:
             runner._deployment_registry.register_deployment(found[name], name)
         return
-    made = deployments()
+    made = deployments(version)
     for one in made:
-        one.version = version
         runner.add_deployment(claim(one, home))
     write_json(note, {"version": version, "names": [one.name for one in made]})
 

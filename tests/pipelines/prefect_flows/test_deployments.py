@@ -14,8 +14,9 @@ from jsonschema import ValidationError, validate
 from rich.console import Console
 
 from pipelines.flows.profile import load_profile
-from pipelines.prefect_flows import deployments
+from pipelines.prefect_flows import deployments, pipeline_flows
 from pipelines.prefect_flows.deployments import stage_parameters
+from pipelines.prefect_flows.own_deployments import declare
 from pipelines.services.home import Home
 from rlhf_core.errors import ConfigError
 from stages.table import STAGES
@@ -263,10 +264,22 @@ def test_a_declared_flow_loads_in_a_process_that_has_loaded_nothing_else(name, t
 
 @pytest.mark.slow
 def test_deployments_of_the_same_program_are_not_made_again(prefect_home, client, monkeypatch, tmp_path):
-    """Their forms take 10 CPU seconds to make. A changed program, user or form makes them again."""
-    wanted = deployments.deployments()[:2]
+    """Their forms take 10 CPU seconds to make. A changed program, user or form makes them again.
+
+    In a clone that has a remote, Prefect takes the commit for the version of a deployment that was made without one.
+    """
     made: list[str] = []
-    monkeypatch.setattr(deployments, "deployments", lambda: made.append("made") or wanted)
+
+    def two(version: str) -> list[Any]:
+        made.append("made")
+        return [declare(flow, flow.fn.__name__, {}, version=version) for flow in pipeline_flows.PIPELINES[:2]]
+
+    monkeypatch.setattr(deployments, "deployments", two)
+    (tmp_path / "clone").mkdir()
+    monkeypatch.chdir(tmp_path / "clone")
+    author = ("-c", "user.name=somebody", "-c", "user.email=somebody@example.com")
+    for words in (("init", "-q"), ("commit", "-q", "--allow-empty", "-m", "x"), ("remote", "add", "origin", "x:y")):
+        subprocess.run(["git", *author, *words], check=True)
 
     (prefect_home.root / "deployments.json").unlink(missing_ok=True)
     monkeypatch.setenv("RLHF_HOME", str(tmp_path))  # the runner serves its own folder, whichever is set
