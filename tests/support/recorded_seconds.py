@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cpu_seconds import EVERY, CpuClock
+from tests.support.sharing import SHARING
 
 SECONDS = Path(__file__).parents[1] / "seconds.json"
 SLOW = 0.5
@@ -54,6 +55,7 @@ class Clock:
         self._last = self._clock.read()
         self._in_fixtures, self._read_at = 0.0, 0.0
         self._fixtures: Counter[str] = Counter()
+        self._shared: set[str] = set()
         threading.Thread(target=self._look, name="CPU seconds", daemon=True).start()
 
     def pytest_collection_finish(self) -> None:
@@ -79,13 +81,16 @@ class Clock:
             seconds = self._clock.read() - began - (self._in_fixtures - inner)
             self._in_fixtures += seconds
             self._fixtures[fixturedef.argname] += seconds
+            if fixturedef.scope == "session" or fixturedef.argname in SHARING:
+                self._shared.add(fixturedef.argname)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
         report: pytest.TestReport = yield
         if call.when == "teardown" and time.monotonic() - self._read_at >= BRIEF:
             now, self._read_at = self._clock.read(), time.monotonic()
-            seconds = {"test": now - self._last - self._in_fixtures, "fixtures": dict(self._fixtures)}
+            fixtures = {name: [seconds, name in self._shared] for name, seconds in self._fixtures.items()}
+            seconds = {"test": now - self._last - self._in_fixtures, "fixtures": fixtures}
             report.user_properties.append(("cpu", seconds))
             self._last, self._in_fixtures, self._fixtures = now, 0.0, Counter()
         return report
@@ -95,7 +100,10 @@ class Clock:
 
 
 class Recorder:
-    """Adds up the seconds of all test processes; records them, or compares them with the recorded ones."""
+    """Adds up the seconds of all test processes; records them, or compares them with the recorded ones.
+
+    What several files share counts for its fixture alone: which of them is the first depends on the order of two processes.
+    """
 
     def __init__(self, *, record: bool, check: bool) -> None:
         self._record, self._check = record, check
@@ -109,9 +117,11 @@ class Recorder:
         for seconds in (value for name, value in report.user_properties if name == "cpu"):
             file = file_of(report.nodeid)
             self.taken["tests"][report.nodeid] += seconds["test"]
-            self.taken["files"][file] += seconds["test"] + sum(seconds["fixtures"].values())
-            for name, taken in seconds["fixtures"].items():
+            self.taken["files"][file] += seconds["test"]
+            for name, (taken, shared) in seconds["fixtures"].items():
                 self.taken["fixtures"][f"{file}::{name}"] += taken
+                if not shared:
+                    self.taken["files"][file] += taken
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         recorded = read_recorded()

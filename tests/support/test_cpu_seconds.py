@@ -217,3 +217,13 @@ def test_what_is_recorded_has_the_tests_that_ran_and_the_files_that_did_not_run(
         "tests": {"ran.py::test_new": 2.9, "left_out.py::test_former": 2.0},
         "fixtures": {},
     }
+
+
+def test_what_files_share_counts_for_its_fixture_alone() -> None:
+    recorder = recorded_seconds.Recorder(record=False, check=True)
+    seconds = {"test": 3.0, "fixtures": {"prefect_home": [8.0, True], "data": [2.0, False]}}
+    recorder.pytest_runtest_logreport(
+        SimpleNamespace(skipped=False, nodeid="a.py::test_it", user_properties=[("cpu", seconds)])
+    )
+    assert recorder.taken["files"] == {"a.py": 5.0} and recorder.taken["tests"] == {"a.py::test_it": 3.0}
+    assert recorder.taken["fixtures"] == {"a.py::prefect_home": 8.0, "a.py::data": 2.0}
