@@ -153,6 +153,7 @@ def test_a_command_that_a_signal_ends_has_failed(tmp_path: Path) -> None:
         ({"a": 10.0, "b": 60.0}, ["a"]),  # speed 70 / 30, so that 23.3 and 46.7 are expected: 10 is below half of 23.3
         ({"a": 10.0, "b": 20.0, "new": 9.9}, []),
         ({"a": 10.0, "b": 20.0, "new": 10.1}, ["new"]),
+        ({"a": 19.0, "b": 20.0}, []),  # twice of what is expected, but only 9 seconds more
         ({"b": 20.0}, []),  # a part of the files
     ],
 )
