@@ -51,9 +51,8 @@ class Clock:
     """
 
     def __init__(self, *, compared: bool) -> None:
-        from tests.support.sharing import (
-            SHARING,
-        )  # a plugin of pytest: an import before it is registered keeps it as it is
+        # Not at the top: a plugin of pytest that is imported before pytest registers it keeps its plain assertions.
+        from tests.support.sharing import SHARING
 
         self._compared, self._sharing = compared, SHARING
         self._clock, self._ended = CpuClock(), threading.Event()
