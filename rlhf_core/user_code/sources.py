@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.errors import ConfigError, nearest
+from rlhf_core.moved import present_module
 from rlhf_core.processes.installed import is_users_own
 from rlhf_core.store.fingerprint import (
     OUR_PACKAGES,
@@ -30,6 +31,7 @@ from rlhf_core.store.fingerprint import (
     top_level_names,
     tree_digest,
 )
+from rlhf_core.user_code.former_digests import FORMER_DIGESTS
 
 ENVIRONMENT = "env:"
 DECLARATION = "DEPENDS_ON"
@@ -120,6 +122,7 @@ def reached_from(location: str) -> list[UserModule]:
     """Return the module at `location`, `file.py` or `package.module`, with the user modules that it imports; [] if there
     is no such file."""
     from_file = location.endswith(".py")
+    location = location if from_file else present_module(location)
     search = search_folders(Path(location) if from_file else None)
     path = Path(location) if from_file else find(location, search)
     if path is None or not path.is_file():
@@ -140,8 +143,12 @@ def reached_from(location: str) -> list[UserModule]:
 
 
 def digest_of(modules: Sequence[UserModule], *, key: str) -> str:
-    """Return the digest of the code of `modules` and of their declared dependencies."""
-    return sha256_text(canonical_json(code_of(modules, key=key)))
+    """Digest of the code of `modules` and of their declared dependencies.
+
+    Modules of ours that moved without another change keep the digest that they had before.
+    """
+    digest = sha256_text(canonical_json(code_of(modules, key=key)))
+    return FORMER_DIGESTS.get(digest, digest)
 
 
 def code_of(modules: Sequence[UserModule], *, key: str) -> dict[str, str]:

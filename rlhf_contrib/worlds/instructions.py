@@ -16,9 +16,7 @@ from collections.abc import Callable, Sequence
 from itertools import combinations
 from typing import Any, NamedTuple
 
-from rlhf_core.config.data import InstructionsWorld
-from rlhf_core.data.tables import Demonstration, Tables, content_id
-from rlhf_core.data.worlds.instruction_phrases import (
+from rlhf_contrib.worlds.instruction_phrases import (
     CLOSERS,
     COUNTS,
     EXCLUDES,
@@ -30,12 +28,11 @@ from rlhf_core.data.worlds.instruction_phrases import (
     PHRASES,
     TOPICS,
 )
-from rlhf_core.data.worlds.instruction_writer import write_answer
+from rlhf_contrib.worlds.instruction_writer import write_answer
+from rlhf_core.config.data import HELD_OUT_INSTRUCTIONS, InstructionsWorld
+from rlhf_core.data.tables import Demonstration, Tables, content_id
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.types import Message, Prompt, derive_seed
-
-SOURCES = ("new_topics", "new_combinations", "new_kinds")
-"""Ends of the sources of held-out prompts; training prompts have the source `instructions/seen`."""
 
 Kinds = tuple[str, ...]
 _OPTIONS: dict[str, Callable[[random.Random], dict[str, Any]]] = {
@@ -67,7 +64,7 @@ def make_tables(config: InstructionsWorld, *, seed: int) -> tuple[Tables, dict[s
     if len(prompts) < config.prompts:
         raise _too_few("prompts", config.prompts, f"these kinds allow {len(prompts)}", "more kinds")
     rng = random.Random(derive_seed(seed, "eval_prompts"))
-    sources = [source for source in SOURCES if kinds[source]]
+    sources = [source for source in HELD_OUT_INSTRUCTIONS if kinds[source]]
     share = config.eval_prompts // len(sources)
     held_out: list[Prompt] = []
     for source in sources:

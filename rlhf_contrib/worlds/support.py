@@ -18,9 +18,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from rlhf_core.config.data import SupportWorld
-from rlhf_core.data.tables import Demonstration, Preference, Tables, content_id
-from rlhf_core.data.worlds.support_phrases import (
+from rlhf_contrib.worlds.support_phrases import (
     APOLOGIES,
     BLAMES,
     BLANK_GREETINGS,
@@ -35,6 +33,8 @@ from rlhf_core.data.worlds.support_phrases import (
     THINGS,
     WOMEN,
 )
+from rlhf_core.config.data import SupportWorld
+from rlhf_core.data.tables import Demonstration, Preference, Tables, content_id
 from rlhf_core.errors import RewardError, explain
 from rlhf_core.types import Generation, Message, Prompt, derive_seed
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from pydantic import ValidationError
 
+from rlhf_contrib.worlds import arithmetic, mixed, support
 from rlhf_core.config.data import ArithmeticWorld, MixedWorlds, SupportWorld
-from rlhf_core.data.worlds import arithmetic, mixed, support
 from rlhf_core.types import Completion, Generation
 
 SMALL = {"demonstrations": 20, "preferences": 8, "prompts": 12, "eval_prompts": 6}

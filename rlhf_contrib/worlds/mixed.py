@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from rlhf_contrib.worlds import arithmetic, instructions, support
 from rlhf_core.config.data import ArithmeticWorld, InstructionsWorld, MixedWorlds, SupportWorld
 from rlhf_core.data.tables import Tables
-from rlhf_core.data.worlds import arithmetic, instructions, support
 from rlhf_core.types import Generation, derive_seed
 
 GOLD = {"support": support.gold_reward, "arithmetic": arithmetic.exact_match}

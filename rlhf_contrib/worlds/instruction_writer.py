@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlhf_core.data.worlds.instruction_phrases import ANSWERS
+from rlhf_contrib.worlds.instruction_phrases import ANSWERS
 
 ATTEMPTS = 40  # how often the writer tries; some answers are too long for some limits
 

@@ -15,10 +15,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from rlhf_contrib.worlds.arithmetic_phrases import HELD_OUT, SOURCE, WORDINGS
+from rlhf_contrib.worlds.worked_sums import step_tables, worked_tables
 from rlhf_core.config.data import ArithmeticWorld
 from rlhf_core.data.tables import Demonstration, Preference, Tables, content_id
-from rlhf_core.data.worlds.arithmetic_phrases import HELD_OUT, SOURCE, WORDINGS
-from rlhf_core.data.worlds.worked_sums import step_tables, worked_tables
 from rlhf_core.errors import RewardError, explain
 from rlhf_core.types import Generation, Message, Prompt, derive_seed
 

@@ -8,10 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from rlhf_core.config.data import SupportWorld
-from rlhf_core.data.tables import Tables
-from rlhf_core.data.worlds import support_phrases as phrases
-from rlhf_core.data.worlds.support import (
+from rlhf_contrib.worlds import support_phrases as phrases
+from rlhf_contrib.worlds.support import (
     BEST,
     Facts,
     facts_of,
@@ -21,7 +19,9 @@ from rlhf_core.data.worlds.support import (
     sum_of,
     write_reply,
 )
-from rlhf_core.data.worlds.support_readers import read_facts, reader_reward
+from rlhf_contrib.worlds.support_readers import read_facts, reader_reward
+from rlhf_core.config.data import SupportWorld
+from rlhf_core.data.tables import Tables
 from rlhf_core.errors import RewardError
 from rlhf_core.types import Completion, Generation, Message, Prompt
 

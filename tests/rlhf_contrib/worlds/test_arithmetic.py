@@ -5,10 +5,10 @@ import re
 
 import pytest
 
+from rlhf_contrib.worlds.arithmetic import Problem, exact_match, make_tables, slip
+from rlhf_contrib.worlds.arithmetic_phrases import WORDINGS
 from rlhf_core.config.data import ArithmeticWorld
 from rlhf_core.data.tables import Tables
-from rlhf_core.data.worlds.arithmetic import Problem, exact_match, make_tables, slip
-from rlhf_core.data.worlds.arithmetic_phrases import WORDINGS
 from rlhf_core.errors import RewardError
 from rlhf_core.types import Completion, Generation, Message, Prompt
 

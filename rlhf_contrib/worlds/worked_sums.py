@@ -13,9 +13,9 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+from rlhf_contrib.worlds.arithmetic_phrases import HELD_OUT, SOURCE, WORDINGS
 from rlhf_core.config.data import ArithmeticWorld
 from rlhf_core.data.tables import Demonstration, Preference, SteppedAnswer, Tables, content_id
-from rlhf_core.data.worlds.arithmetic_phrases import HELD_OUT, SOURCE, WORDINGS
 from rlhf_core.types import Message, Prompt, derive_seed
 
 SIZES = (3, 4)  # how many numbers a sum has

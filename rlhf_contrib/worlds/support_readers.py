@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from rlhf_core.data.worlds.support import Facts, gold_components, sum_of
-from rlhf_core.data.worlds.support_phrases import PROBLEMS
+from rlhf_contrib.worlds.support import Facts, gold_components, sum_of
+from rlhf_contrib.worlds.support_phrases import PROBLEMS
 from rlhf_core.errors import RewardError, explain
 from rlhf_core.types import Generation
 
@@ -32,7 +32,7 @@ def reader_reward(generations: Sequence[Generation]) -> list[float]:
 def read_facts(message: str) -> Facts:
     """Return the facts in a customer's message; RewardError if it is not a message of this world.
 
-    >>> from rlhf_core.data.worlds.support_phrases import PROBLEMS
+    >>> from rlhf_contrib.worlds.support_phrases import PROBLEMS
     >>> wording = PROBLEMS["broken"][0]
     >>> read_facts(f"Maria writes: my blue kettle {wording}. Reply to her.").problem
     'broken'

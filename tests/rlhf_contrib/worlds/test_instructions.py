@@ -7,9 +7,7 @@ from itertools import combinations
 
 import pytest
 
-from rlhf_core.config.data import InstructionsWorld
-from rlhf_core.data.tables import Tables
-from rlhf_core.data.worlds.instruction_phrases import (
+from rlhf_contrib.worlds.instruction_phrases import (
     ANSWERS,
     CLOSERS,
     COUNTS,
@@ -21,8 +19,10 @@ from rlhf_core.data.worlds.instruction_phrases import (
     PHRASES,
     TOPICS,
 )
-from rlhf_core.data.worlds.instruction_writer import BEFORE_CLOSER, WITH_KEYWORD, write_answer
-from rlhf_core.data.worlds.instructions import SOURCES, allowed, make_tables
+from rlhf_contrib.worlds.instruction_writer import BEFORE_CLOSER, WITH_KEYWORD, write_answer
+from rlhf_contrib.worlds.instructions import allowed, make_tables
+from rlhf_core.config.data import HELD_OUT_INSTRUCTIONS, InstructionsWorld
+from rlhf_core.data.tables import Tables
 from rlhf_core.errors import ConfigError
 from rlhf_core.rewards.library.instructions import CHECKS, follows, instructions_followed, on_topic, words
 from rlhf_core.types import Prompt
@@ -58,7 +58,9 @@ def test_training_prompts_have_no_held_out_topic_pair_or_kind(tables):
 
 
 def test_held_out_prompts_are_new_in_what_their_source_says(tables):
-    by_source = {source: [p for p in tables.eval_prompts if p.source.endswith(source)] for source in SOURCES}
+    by_source = {
+        source: [p for p in tables.eval_prompts if p.source.endswith(source)] for source in HELD_OUT_INSTRUCTIONS
+    }
     assert [len(rows) for rows in by_source.values()] == [34, 33, 33]
     new_pairs = {frozenset(pair) for pair in NEW_PAIRS}
     for source, rows in by_source.items():
