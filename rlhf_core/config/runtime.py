@@ -110,6 +110,10 @@ SamplerConfig = Annotated[AnySamplerConfig, Field(discriminator="type")]
 # ---------------------------------------------------------------- runtime
 
 
+EXECUTORS = {"ray-job": "rlhf_contrib.ray_jobs.executor:RayJobExecutor"}
+"""Executor by name -> the class that `pipelines.execution.opening` calls with the context of a run."""
+ClassPath = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+"""A class of a module that can be imported, `package.module:NAME`."""
 PoolRole = Literal["reference", "value_model", "reward_model", "teacher"]
 """The models that may have train workers of their own; the policy is where the weights go to the engines from."""
 
@@ -146,9 +150,10 @@ class RuntimeConfig(Config):
     """Deadline, in seconds, of one call to a worker."""
     retries: Annotated[int, Field(ge=0), OPERATIONAL] = 2
     """Number of times a stage that lost its workers resumes in the same run without making progress."""
-    execution: Annotated[Literal["inline", "ray-job"], OPERATIONAL] = "inline"
+    execution: Annotated[Literal["inline", "ray-job"] | ClassPath, OPERATIONAL] = "inline"
     """Where stages run: `inline` in the flow's process; `ray-job` as jobs of the Ray at `RAY_ADDRESS`, which continue
-    if the flow dies, and to which the next run attaches."""
+    if the flow dies, and to which the next run attaches; or a class of your own, `package.module:Class`
+    (docs/contrib.md)."""
     job_pending_timeout_s: Annotated[Seconds, OPERATIONAL] = 300.0
     """Time, in seconds, that a job may wait for the cluster before the run gives up."""
     placement_timeout_s: Annotated[Seconds, OPERATIONAL] = 300.0
@@ -181,6 +186,11 @@ class RuntimeConfig(Config):
         trainer = {key: value for key, value in own.items() if value is not None} | {"sleep": False}
         workers = {"train_workers": pool.workers, "gpus_per_train_worker": pool.gpus_per_worker, "pools": {}}
         return self.model_copy(update=workers | {"trainer": self.trainer.model_copy(update=trainer)})
+
+    @property
+    def executor_path(self) -> str:
+        """Module and name of the class that executes stages; "" for `inline`."""
+        return "" if self.execution == "inline" else EXECUTORS.get(self.execution, self.execution)
 
     @property
     def shares_gpus(self) -> bool:

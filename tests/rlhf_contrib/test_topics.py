@@ -32,7 +32,6 @@ NAMES_TOPICS = {
     "rlhf_core/config/runtime.py": "the module of a sampler",
     "pipelines/cli/extras.py": "a topic is not installed",
     "pipelines/cli/run_command.py": "names of loggers",
-    "pipelines/execution/job.py": "names of loggers",
     "rlhf_core/store/fingerprint.py": "the code of topics counts",
 }
 """File of the core that names the package -> why."""
@@ -100,6 +99,9 @@ WORDS = {
     "import-openrlhf": ["import-openrlhf", "train.sh"],
     "plan --estimate": ["plan", "tiny/full", "--estimate"],
     "sweep": ["sweep", "tiny/full"],
+    "scaffold": ["scaffold", "slurm", "--out", "x"],
+    "serve": ["serve", "ppo"],
+    "serve-reward": ["serve-reward", "--function", "a.py:b"],
 }
 
 
