@@ -250,11 +250,14 @@ def read_spec(path: Path) -> JobSpec:
     table = read_json(path)
     if table is None:
         raise ArtifactError("job", str(path), "cannot be read here", ONE_PATH)
+    config = PipelineConfig.model_validate(
+        table["config"]
+    )  # first: it makes the classes of stages that it names by path
     return JobSpec(
         **table
         | {
             "stage": restore_stage(table["stage"]),
-            "config": PipelineConfig.model_validate(table["config"]),
+            "config": config,
             "store": store_root(table["store"]),
             "strict": Strictness(**table["strict"]),
         }

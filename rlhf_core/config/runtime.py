@@ -3,8 +3,16 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import (
+    Field,
+    FieldSerializationInfo,
+    ValidatorFunctionWrapHandler,
+    field_serializer,
+    field_validator,
+    model_validator,
+)
 
+from rlhf_core.by_path import is_path, named
 from rlhf_core.config.engines import BaseSamplerConfig, DType, EngineNeeds, Precision, TrainerConfig
 from rlhf_core.schema.base import LONGEST_S, OPERATIONAL, Config, Seconds, added_option
 from rlhf_core.schema.secrets import HOLDS_SECRETS
@@ -118,6 +126,15 @@ PoolRole = Literal["reference", "value_model", "reward_model", "teacher"]
 """The models that may have train workers of their own; the policy is where the weights go to the engines from."""
 
 
+def own_sampler(path: str) -> type[BaseSamplerConfig]:
+    """The configuration class of a sampler that a profile names by path. Raises ValueError if it is none."""
+    found = named(path)
+    if not (isinstance(found, type) and issubclass(found, BaseSamplerConfig)):
+        base = f"{BaseSamplerConfig.__module__}.{BaseSamplerConfig.__name__}"
+        raise ValueError(f"type = {path!r}: must be a subclass of {base}; see docs/add_a_sampler.md")
+    return found
+
+
 class PoolConfig(Config):
     """Train workers of their own for some models of a stage, which then compute while the others do."""
 
@@ -196,6 +213,20 @@ class RuntimeConfig(Config):
     def shares_gpus(self) -> bool:
         """Return whether a train worker and an engine share each GPU."""
         return 0 < self.gpus_per_train_worker < 1 and 0 < self.gpus_per_engine < 1
+
+    @field_validator("sampler", mode="wrap")
+    @classmethod
+    def _read_own_sampler(cls, value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        """Read the table of a sampler that is named by path with its own class."""
+        if isinstance(value, Mapping) and is_path(value.get("type")):
+            return own_sampler(value["type"]).model_validate(value)
+        return value if isinstance(value, BaseSamplerConfig) else handler(value)
+
+    @field_serializer("sampler", mode="wrap")
+    def _write_own_sampler(self, value: Any, handler: Any, info: FieldSerializationInfo) -> Any:
+        if is_path(value.type):
+            return value.model_dump(mode=info.mode, exclude_none=info.exclude_none)
+        return handler(value)
 
     @model_validator(mode="before")
     @classmethod

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from pydantic import BaseModel
 
+from rlhf_core.by_path import is_path
 from rlhf_core.config.agent_modules import AGENT_MODULES
 from rlhf_core.config.agents import AgentsBySource
 from rlhf_core.errors import ConfigError
@@ -15,7 +16,8 @@ from rlhf_core.schema.base import Config, as_written, keyed
 from rlhf_core.stage.corrections import corrections
 from rlhf_core.store.fingerprint import canonical_json, module_digests, sha256_text
 from rlhf_core.types import ArtifactRef
-from rlhf_core.user_code.dependencies import user_code_digest
+from rlhf_core.user_code.dependencies import user_code, user_code_digest
+from rlhf_core.user_code.sources import is_ours
 
 KEY_SCHEMA = 1  # raised when keys are computed in another way: no result is found then
 
@@ -124,6 +126,10 @@ def stage_code(spec: StageSpec) -> dict[str, str]:
     found: dict[str, str] = {}
     for module in (spec.module, *named, *_modules_of(spec.config)):
         found |= module_digests(module)
+    if not is_ours(spec.module):  # with all modules of the user's that it reaches
+        found |= user_code(f"{spec.module}:run")
+    if is_path(sampler := spec.engines.get("sampler", {}).get("type")):
+        found |= module_digests(sampler.partition(":")[0])
     return dict(sorted(found.items()))
 
 

@@ -78,6 +78,11 @@ class Place:
     folders: tuple[Path, ...] = ()
 
 
+def is_ours(module: str) -> bool:
+    """True for a module of this program."""
+    return module.partition(".")[0] in PROGRAM_PACKAGES
+
+
 def program_path() -> list[str]:
     """Return `sys.path` without the entries added by loading users' files, also while a thread loads one."""
     path = list(sys.path)

@@ -19,7 +19,14 @@ from tests.support.listener import Notes
 from tests.support.small_pipeline import two_toys, write_mini
 
 
-@pytest.mark.parametrize(("execution", "kind"), [("inline", LocalExecutor), ("ray-job", RayJobExecutor)])
+@pytest.mark.parametrize(
+    ("execution", "kind"),
+    [
+        ("inline", LocalExecutor),
+        ("ray-job", RayJobExecutor),
+        ("rlhf_contrib.ray_jobs.executor:RayJobExecutor", RayJobExecutor),
+    ],
+)
 def test_the_executor_is_the_one_that_the_runtime_names(tmp_path, home, execution, kind):
     config = load_profile(write_mini(tmp_path), [f"runtime.execution={execution}"])
     context = RunContext(config, RunOptions(), store_of(config, home), MemoryTracker(), Notes())
