@@ -31,8 +31,8 @@ from pipelines.execution.run import PipelineRun
 from pipelines.flows.full import lifecycle
 from pipelines.flows.graph import Stages
 from pipelines.flows.profile import load_profile
+from rlhf_core.config.data import HELD_OUT_INSTRUCTIONS
 from rlhf_core.data.shards import read_generations
-from rlhf_core.data.worlds.instructions import SOURCES
 from rlhf_core.evaluation.intervals import SHARE, mean_interval
 from rlhf_core.rewards.library.instructions import instructions_followed, on_topic, words
 from rlhf_core.store.artifacts import ArtifactStore
@@ -103,7 +103,7 @@ def figures_of(answers: Sequence[Generation]) -> dict[str, Any]:
     """Return the share of answers that follow their instructions, by source, and that still are answers."""
     values = {name: _values(measured, answers) for name, measured in MEASURES.items()}
     made: dict[str, Any] = {"answer": _interval(values["answer"])}
-    for source in SOURCES:
+    for source in HELD_OUT_INSTRUCTIONS:
         of = [
             value for value, one in zip(values["followed"], answers, strict=True) if one.prompt.source.endswith(source)
         ]
@@ -126,11 +126,11 @@ def side_by_side(answers: Mapping[str, Sequence[Generation]]) -> list[dict[str, 
     """Return some prompts with the answer of every policy, as many of each source."""
     by_prompt = {name: {one.prompt.id: one.completion.text for one in rows} for name, rows in answers.items()}
     prompts = [one.prompt for one in next(iter(answers.values()))]
-    chosen = [[prompt for prompt in prompts if prompt.source.endswith(source)] for source in SOURCES]
+    chosen = [[prompt for prompt in prompts if prompt.source.endswith(source)] for source in HELD_OUT_INSTRUCTIONS]
     return [
         {"prompt": prompt.messages[-1].content} | {name: texts[prompt.id] for name, texts in by_prompt.items()}
         for of_source in chosen
-        for prompt in of_source[: SAMPLES // len(SOURCES)]
+        for prompt in of_source[: SAMPLES // len(HELD_OUT_INSTRUCTIONS)]
     ]
 
 
@@ -168,7 +168,10 @@ def rows(result: Result) -> list[str]:
         if policy not in result.figures:
             continue
         figures = result.figures[policy]
-        shares = [_share(figures.get(name)) for name in (*(f"followed/{source}" for source in SOURCES), "answer")]
+        shares = [
+            _share(figures.get(name))
+            for name in (*(f"followed/{source}" for source in HELD_OUT_INSTRUCTIONS), "answer")
+        ]
         made.append(f"| {result.seed} | {name} | {' | '.join(shares)} | {figures['words']:.0f} | {minutes} |")
     return made
 

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from benchmarks.processes import kill_family
 from pipelines.services.running import healthy, wait_for
+from rlhf_contrib.worlds.support import make_tables
 from rlhf_core.annotation.agreement import judgment_report
 from rlhf_core.annotation.annotators import rewards_of_sides
 from rlhf_core.annotation.judge import ask_judge, judge_report
@@ -31,10 +32,9 @@ from rlhf_core.annotation.proposing import Comparison
 from rlhf_core.config.annotators import JudgeAnnotator
 from rlhf_core.config.data import SupportWorld
 from rlhf_core.config.rewards import PatternVerdict
-from rlhf_core.data.worlds.support import make_tables
 
 SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
-GOLD = "rlhf_core.data.worlds.support_readers:reader_reward"
+GOLD = "rlhf_contrib.worlds.support_readers:reader_reward"
 RUBRIC = """\
 The better reply names the customer and the item, understands the problem, apologizes, offers what mends it, and ends
 politely. A reply that names another item or another problem is worse, and so is one that is rude."""

@@ -26,12 +26,12 @@ from pipelines.flows.sections import (
     OfflineDPOConfig,
     PolicyOptimizationConfig,
 )
+from rlhf_contrib.worlds.support import Facts, gold_components, sum_of
+from rlhf_contrib.worlds.support_phrases import PROBLEMS
 from rlhf_core.algorithms import advantage, policy, preference
 from rlhf_core.config.models import InitModel
 from rlhf_core.config.policy import GROUP_ADVANTAGES, PPOConfig
 from rlhf_core.data.tables import read_preferences, write_preferences
-from rlhf_core.data.worlds.support import Facts, gold_components, sum_of
-from rlhf_core.data.worlds.support_phrases import PROBLEMS
 from rlhf_core.schema.base import CustomFunction
 from rlhf_core.stage.key import StageSpec
 from rlhf_core.store.artifacts import ArtifactStore

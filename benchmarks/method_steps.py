@@ -9,8 +9,8 @@ from statistics import fmean
 from benchmarks.method_rows import Bench
 from pipelines.flows.full import artifact, run_nodes
 from pipelines.flows.nodes import Names, Node, expand, part
+from rlhf_contrib.worlds.arithmetic import exact_match
 from rlhf_core.data.shards import read_rollouts
-from rlhf_core.data.worlds.arithmetic import exact_match
 from rlhf_core.types import DemonstrationsRef, PolicyRef, PreparedDataRef, PromptsRef, RewardModelRef, StepsRef
 from stages import table
 

@@ -49,7 +49,7 @@ DATA = PrepareDataConfig(
 )
 LOOP = LoopConfig(batch_size=16, epochs=1, eval_every=500, checkpoint_every=500)
 GOLD = RewardsConfig(
-    terms={"gold": FunctionReward(function="rlhf_core.data.worlds.support_readers:reader_reward", timeout_s=600.0)}
+    terms={"gold": FunctionReward(function="rlhf_contrib.worlds.support_readers:reader_reward", timeout_s=600.0)}
 )
 """What a person who reads message and reply says of it; nothing trains on it."""
 SEED = 17

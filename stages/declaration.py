@@ -72,7 +72,10 @@ class Stage(Generic[P, R]):
     """
 
     name: str
-    """Of the module in `stages`, of the flow in Prefect and, with dashes, of its deployment."""
+    """Of the module in `stages`, of the flow in Prefect and, with dashes, of its deployment; the path of the declaration of a
+    stage of another package."""
+    module: str
+    """Name of the module with `run`, which is imported only where the stage runs."""
     version: int
     """Part of the key; raised when the same configuration gives another result."""
     code: CodePolicy
@@ -96,11 +99,6 @@ class Stage(Generic[P, R]):
     """Returns the names of the metrics of its record and the numbers of its report, which gates and sweeps may name."""
     files: Callable[[Any], Mapping[str, str]] | None = None
     """Returns the digests of the user's files that a configuration names; they are part of the key."""
-
-    @property
-    def module(self) -> str:
-        """Return the name of the module, which is imported only where the stage runs."""
-        return f"stages.{self.name}"
 
     @property
     def configs(self) -> tuple[type[Config], ...]:
@@ -160,20 +158,26 @@ def stage(
     version: int,
     code: CodePolicy,
     engines: tuple[Engine, ...],
-    page: str,
+    page: str = "",
     metrics: Callable[[StageSpec, Specs], Numbers],
     section: str = "",
     judges: tuple[str, ...] = (),
     files: Callable[[Any], Mapping[str, str]] | None = None,
+    module: str = "",
 ) -> Callable[[Callable[P, R]], Stage[P, R]]:
-    """Return what makes a stage of a signature, its docstring and these fields of `Stage`, and adds it to `STAGES`."""
+    """Make a stage of a signature, its docstring and these fields of `Stage`.
+
+    A stage of `stages.table` is added to `STAGES`. One of another module is added under its path when a profile names it.
+    """
 
     def declared(signature: Callable[P, R]) -> Stage[P, R]:
         types = get_type_hints(signature, include_extras=True)
         config, output = types.pop("config"), types.pop("return")
         arguments = inspect.signature(signature).parameters
+        is_ours = signature.__module__ == "stages.table"
         made: Stage[P, R] = Stage(
-            name=signature.__name__,
+            name=signature.__name__ if is_ours else f"{signature.__module__}:{signature.__name__}",
+            module=module or f"stages.{signature.__name__}",
             version=version,
             code=code,
             config=config,
@@ -187,7 +191,8 @@ def stage(
             metrics=metrics,
             files=files,
         )
-        STAGES[made.name] = made
+        if is_ours:
+            STAGES[made.name] = made
         return made
 
     return declared

@@ -8,9 +8,10 @@ import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 
-from rlhf_core.config.data import HELD_OUT, DataConfig, Files, MixedWorlds
+from rlhf_core.config.data import HELD_OUT, DataConfig, Files
 from rlhf_core.config.models import PretrainedModel
 from rlhf_core.data.chat import CHATML_LIKE, ChatTemplate
 from rlhf_core.data.chat_templates import SHIPPED
@@ -29,8 +30,6 @@ from rlhf_core.data.tables import (
     write_prompts,
     write_steps,
 )
-from rlhf_core.data.worlds.mixed import make_tables as mixed
-from rlhf_core.data.worlds.mixed import make_world
 from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.models.initialize import initialize_llama, train_tokenizer
 from rlhf_core.models.loading import materialize
@@ -145,7 +144,8 @@ def _rows(data: DataConfig, *, seed: int) -> tuple[Tables, dict[str, float], dic
     if isinstance(data, Files):
         tables, origins = from_files(data, seed=seed, report=report)
         return tables, facts, origins, report
-    tables, facts = mixed(data, seed=seed) if isinstance(data, MixedWorlds) else make_world(data, seed=seed)
+    # The topic of `rlhf_contrib` that the configuration names; the key contains its code.
+    tables, facts = import_module(data.module).make_tables(data, seed=seed)
     report.rows_read[data.type] = sum(len(rows) for rows in tables.named().values())
     return tables, facts, {row.id: Origin(data.type, 0) for rows in tables.named().values() for row in rows}, report
 

@@ -8,37 +8,40 @@ import pytest
 
 from pipelines.flows.profile import load_profile, profile_names
 from rlhf_core.config import engines
+from rlhf_core.errors import ConfigError
 from rlhf_core.schema.base import keyed
 from rlhf_core.store.fingerprint import canonical_json, sha256_text
 from rlhf_core.user_code.dependencies import user_code_digest
+from rlhf_core.user_code.former_digests import FORMER_DIGESTS
+from rlhf_core.user_code.modules import load_callable
 
 PROFILES = {
     "multi_node/full": ("8203a508cf454d48", "dab9bced7aae97f9"),
     "one_gpu/full": ("0624df10d7132b92", "bd0a57faaf7f1ef2"),
     "one_node/full": ("f913cee988a5045b", "97042f38113e1357"),
-    "reports/base": ("226964ad1db32c66", "ad9467476a249113"),
-    "reports/deepseek_r1": ("c37296c2aeddaf44", "4d6e215df37b3ca7"),
-    "reports/kimi_k2": ("ec41f8b129e87e7a", "22c81002909d3dc2"),
-    "reports/llama3": ("a3af150ba704ed0b", "24115b7ceb8a6377"),
-    "reports/mimo_v2": ("ad5f04ccbd63b80f", "9867a69b4c7ff1f8"),
-    "reports/nemotron3": ("edb676c95aeaa76f", "a6aa0982f5bee7bb"),
-    "reports/olmo3": ("6c358362ca0eb05f", "d1aed01a4a882b9b"),
-    "reports/qwen3": ("055d12cfadebb1a5", "68a25649badc9d4a"),
-    "reports/smollm3": ("c8e88a7e82dd81b3", "aa2e24877c367f0c"),
-    "reports/tulu3": ("fd82d73c13392615", "cadd742c12999fe4"),
-    "smollm2/full": ("da6fa35a9dbecb0d", "f709ffae50375c17"),
+    "reports/base": ("36f8e271ca6595f3", "c329c4d3e1c1ae95"),
+    "reports/deepseek_r1": ("33c0c734491b2334", "7e8ec59ef4e28142"),
+    "reports/kimi_k2": ("15a0d7f2d3aaa293", "979286f3ad5d61c5"),
+    "reports/llama3": ("d22e7e246c6237c4", "dbbccb8d54a05d30"),
+    "reports/mimo_v2": ("ca432ab020f19ff5", "5ef4d7cd76e455ec"),
+    "reports/nemotron3": ("1fc6a77efbdbc6e1", "5a7562e0c99be0fa"),
+    "reports/olmo3": ("528cf716c15e070f", "3b675373c5c673ac"),
+    "reports/qwen3": ("2640c6ed6b709a60", "8670e3d91fbf05cc"),
+    "reports/smollm3": ("bd8fd6ae966f8f6c", "c09dc2c6ad746033"),
+    "reports/tulu3": ("b649f017ea482700", "7b71b823a56436ae"),
+    "smollm2/full": ("916ec48637a14d9b", "9ffc434958979021"),
     "smollm2/grpo": ("bfd71a46e4da1f48", "dc28c6d2313e01ce"),
     "smollm2/instructions": ("c144572b74f80fa6", "4236826d1ca80ca8"),
     "smollm2/instructions_hacked": ("77ecefcf41d90dd9", "15ed618cc2366939"),
     "smollm2/one_word": ("78915a2ce5f0dada", "8fc4cb350cee48b3"),
-    "tiny/conditional": ("43a52036577ff84e", "fbc0faa66eb0e821"),
-    "tiny/distill": ("7d8fddac13e9be6f", "959f436b7a78b67f"),
-    "tiny/full": ("aefd1a2d169374ad", "b7242249ee6bca6a"),
-    "tiny/online": ("6eaa62e1070b9748", "6ccdde836a3146c9"),
-    "tiny/people": ("8d046c89e82f6d82", "71c554baaa3b5cfa"),
-    "tiny/prm": ("5fd834349dbb6ed7", "30ed789a43b9ec80"),
-    "tiny/recipe": ("b0d3d8eb84f83c63", "01c720a4fcd5a8d5"),
-    "tiny/rlvr": ("e088898987ceb8de", "13eabbeee1959916"),
+    "tiny/conditional": ("8aebe9c7ad55527c", "66c54cb16b503324"),
+    "tiny/distill": ("14fc70126f9da1f1", "7359c7b685a0243a"),
+    "tiny/full": ("a706f55ef42b52e2", "1cc8ca60307b669b"),
+    "tiny/online": ("1a4e8f60a54e4b71", "fee23a86e198f020"),
+    "tiny/people": ("67e7148a01d57a6a", "f0988f67b2d0818c"),
+    "tiny/prm": ("208e49ac39dabf5a", "bb28ad3f665143c7"),
+    "tiny/recipe": ("76e139d842eab4c8", "b20c5e3f2dcbfc61"),
+    "tiny/rlvr": ("d82b63cdb63f9490", "463936a3bc5d6ac3"),
 }
 """Profile -> the first digits of the digests of its JSON and of what of it belongs to keys."""
 
@@ -55,9 +58,11 @@ def test_a_profile_is_read_as_before(monkeypatch, profile):
 
 
 FUNCTIONS = {
-    "rlhf_core.data.worlds.arithmetic:exact_match": "2f22273ffaba6ad9",
-    "rlhf_core.data.worlds.support:gold_reward": "76f7d3bfe4d48fe3",
-    "rlhf_core.data.worlds.support_readers:reader_reward": "8f96713256ee82ee",
+    "rlhf_contrib.sandbox.code:code_reward": "e9030b877d392336",
+    "rlhf_contrib.worlds.arithmetic:exact_match": "2f22273ffaba6ad9",
+    "rlhf_contrib.worlds.mixed:gold_reward": "f35a719e30c16314",
+    "rlhf_contrib.worlds.support:gold_reward": "76f7d3bfe4d48fe3",
+    "rlhf_contrib.worlds.support_readers:reader_reward": "8f96713256ee82ee",
     "rlhf_core.rewards.library.instructions:instructions_followed": "222a45e03a6739e0",
     "rlhf_core.rewards.library.instructions:on_topic": "222a45e03a6739e0",
     "rlhf_core.rewards.library.text:exact_match": "cec520f3b672cb19",
@@ -65,8 +70,36 @@ FUNCTIONS = {
     "rlhf_core.rewards.verifiable:final_number": "a6559d49b4eea814",
 }
 """Reward function of ours -> the first digits of its digest. Keys contain it, docstrings and messages of its module included."""
+FORMER_FUNCTIONS = {
+    "rlhf_core.rewards.library.code:code_reward": "rlhf_contrib.sandbox.code:code_reward",
+    "rlhf_core.data.worlds.arithmetic:exact_match": "rlhf_contrib.worlds.arithmetic:exact_match",
+    "rlhf_core.data.worlds.mixed:gold_reward": "rlhf_contrib.worlds.mixed:gold_reward",
+    "rlhf_core.data.worlds.support:gold_reward": "rlhf_contrib.worlds.support:gold_reward",
+    "rlhf_core.data.worlds.support_readers:reader_reward": "rlhf_contrib.worlds.support_readers:reader_reward",
+}
+"""Path of a function in profiles of before -> its present path."""
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_a_reward_function_of_ours_keeps_its_digest(function):
     assert user_code_digest(function)[:16] == FUNCTIONS[function]
+
+
+def test_every_former_digest_is_that_of_a_function_in_the_table():
+    """Otherwise a module has changed since it moved, and its entry keeps no key."""
+    kept = {digest[:16] for digest in FORMER_DIGESTS.values()}
+    assert kept == {FUNCTIONS[present] for present in FORMER_FUNCTIONS.values()}
+
+
+@pytest.mark.parametrize("former", FORMER_FUNCTIONS)
+def test_a_function_that_moved_has_its_digest_under_both_paths_and_loads_with_a_warning(former):
+    present = FORMER_FUNCTIONS[former]
+    with pytest.warns(FutureWarning, match="the former name works until 0.4"):
+        digest = user_code_digest(former)
+    assert digest[:16] == FUNCTIONS[present]
+    # Digests are compared when a function is loaded, too.
+    with pytest.warns(FutureWarning, match="the former name works until 0.4"):
+        loaded = load_callable("gold", former, code={former: digest})
+    assert loaded is load_callable("gold", present, code={present: digest})
+    with pytest.raises(ConfigError, match="has changed since the stage began"):
+        load_callable("gold", former, code={former: "0" * 64})

@@ -24,7 +24,7 @@ SKIPPED = {
     "rlhf_core.schema.secrets": (1, "an annotation, shown as it stands in a class"),
     "rlhf_core.data.chat": (1, "a policy's tokenizer"),
     "rlhf_core.data.tables": (1, "a policy's tokenizer"),
-    "rlhf_core.rewards.sandbox.fusion": (1, "a server of SandboxFusion"),
+    "rlhf_contrib.sandbox.fusion": (1, "a server of SandboxFusion"),
     "rlhf_core.rollouts.answers": (1, "a policy that samples"),
     "rlhf_core.rollouts.guard": (1, "a policy that is optimized"),
     "rlhf_core.runtime.worker_group": (2, "workers of Ray"),

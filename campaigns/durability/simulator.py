@@ -31,7 +31,7 @@ from unittest import mock
 from campaigns.durability.simulated_machines import ROOT, Node, Process, World, current
 from rlhf_core.errors import ArtifactError
 from rlhf_core.schema.base import Config
-from rlhf_core.stage import decision
+from rlhf_core.stage import key
 from rlhf_core.stage.context import StageContext
 from rlhf_core.stage.decision import Decision
 from rlhf_core.stage.key import StageSpec
@@ -250,13 +250,13 @@ class Campaign:
 def play(seeds: range, *, locks: str = "sound", until_broken: bool = False) -> Campaign:
     """Play a history for each seed, with two faults at operations of those that histories in peace have."""
     campaign, peace = Campaign(), Campaign()
-    digests = functools.cache(decision.module_digests)
+    digests = functools.cache(key.module_digests)
     records.environment()  # the first call waits for git, and so for the real clock
     logging.disable(logging.CRITICAL)
     try:
         with (
             mock.patch.object(leases, "POLL_SECONDS", 12.0),
-            mock.patch.object(decision, "module_digests", digests),
+            mock.patch.object(key, "module_digests", digests),
         ):
             for seed in range(30):
                 _play(seed, {}, peace, locks)

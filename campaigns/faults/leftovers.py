@@ -13,8 +13,8 @@ from collections.abc import Iterator
 import psutil
 
 from campaigns.faults.fault import Outcome
+from rlhf_contrib.sandbox import local as sandbox
 from rlhf_core.processes.warm import end_warm_parent
-from rlhf_core.rewards.sandbox import local as sandbox
 
 MARK = "RLHF_FAULT"
 GONE_S = 10.0

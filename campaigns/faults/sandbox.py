@@ -21,9 +21,9 @@ import psutil
 from campaigns.faults.fault import Fault, Outcome
 from campaigns.faults.leftovers import end_with_the_run, watched
 from campaigns.faults.scored import groups, left_out, opened
+from rlhf_contrib.sandbox.code import read_tests
+from rlhf_contrib.sandbox.local import GRACE_S, LAUNCHER, Limits, find_isolation, run_tests
 from rlhf_core.config.rewards import FunctionReward
-from rlhf_core.rewards.library.code import read_tests
-from rlhf_core.rewards.sandbox.local import GRACE_S, LAUNCHER, Limits, find_isolation, run_tests
 
 TIMEOUT_S = 3.0
 MEMORY_MB = 256
@@ -146,7 +146,7 @@ PROGRAMS = {
 def function(*, program_s: float = TIMEOUT_S, function_s: float = 120.0) -> FunctionReward:
     """Return the term that runs programs, each in a batch of its own."""
     return FunctionReward(
-        function="rlhf_core.rewards.library.code:code_reward",
+        function="rlhf_contrib.sandbox.code:code_reward",
         arguments={"timeout_s": program_s, "memory_mb": MEMORY_MB},
         timeout_s=function_s,
         batch_size=1,

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from pipelines.cli.common import console, store_folder
-from pipelines.cli.serve_verb import find_policy
+from pipelines.cli.find_model import find_policy
 from pipelines.services.home import Home
 from pipelines.services.policy_server import serving, token_of
 from pipelines.services.running import ServiceError

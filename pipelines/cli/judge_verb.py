@@ -16,12 +16,11 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 
 from pipelines.cli.common import console, print_line
-from pipelines.cli.serve_reward import listening
 from pipelines.services.home import Home
 from pipelines.services.user_servers import tracking_uri
 from rlhf_core.errors import ConfigError, RlhfError, nearest
 from rlhf_core.http.door import Door
-from rlhf_core.http.serving import BodyLimits, BodyRefused, limited, read_body
+from rlhf_core.http.serving import BodyLimits, BodyRefused, limited, listening, read_body
 from rlhf_core.tracking.mlflow_client import database_file
 from rlhf_core.tracking.review_queues import ReviewedQueue, ReviewQueues, asking
 

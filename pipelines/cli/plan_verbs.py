@@ -4,6 +4,7 @@ import argparse
 import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from pipelines.cli.common import console, print_json, print_line, print_wrapped
@@ -24,7 +25,7 @@ from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.records import KeyRecord
 from rlhf_core.types import PolicyRef
 from rlhf_core.user_code.dependencies import unseen_by_programs, unseen_reads
-from rlhf_core.user_code.sources import DECLARATION
+from rlhf_core.user_code.sources import DECLARATION, is_ours, reached_from
 
 MOST_NOTES = 3
 """Lines of versions and of notes that `rlhf explain` prints without `--all`, so that 15 lines hold everything."""
@@ -44,6 +45,7 @@ def plan(options: argparse.Namespace) -> None:
         graph = {step.label: {"stage": step.stage, "inputs": step.reads()} for step in config.steps()}
         print_json(
             {"profile": options.profile, "store": str(store.root), "graph": graph, "stages": stages, "notes": notes}
+            | {"imports": imported_files(config, planned)}
             | counts
         )
         return
@@ -52,7 +54,22 @@ def plan(options: argparse.Namespace) -> None:
     print_decisions([(stage.label, stage.decision) for stage in planned], console)
     for line, labels in notes.items():
         print_wrapped(console, f"{', '.join(labels)}: {line}")
+    if files := imported_files(config, planned):
+        print_wrapped(console, f"imports: {', '.join(files)}")
     print_wrapped(console, str(found))
+
+
+def imported_files(config: PipelineConfig, planned: Sequence[PlannedStage]) -> list[str]:
+    """The files of other packages, and of the user's, that a run of the profile imports, each once."""
+    sampler = config.runtime.sampler
+    named = {function.rpartition(":")[0] for stage in planned for function in stage.spec.callables}
+    named |= {stage.spec.module for stage in planned} | {sampler.module, sampler.type.partition(":")[0]}
+    named |= {config.runtime.executor_path.partition(":")[0]}
+    named |= {step.stage.partition(":")[0] for step in config.steps()}
+    modules = [one for name in sorted(named - {""}) if not is_ours(name) for one in reached_from(name)]
+    here = Path.cwd()
+    files = (module.path.resolve() for module in modules)
+    return list(dict.fromkeys(str(one.relative_to(here) if one.is_relative_to(here) else one) for one in files))
 
 
 def explain_stage(options: argparse.Namespace) -> None:

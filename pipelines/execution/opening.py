@@ -5,11 +5,10 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from pipelines.execution.executor import Listener, RunContext, RunOptions, Tracker
+from pipelines.execution.executor import Listener, RunContext, RunOptions, StageExecutor, Tracker
 from pipelines.execution.local import LazyRuntime, LocalExecutor
 from pipelines.execution.plan import Pipeline, PlannedStage, plan
 from pipelines.execution.progress_lines import LoggedLines
-from pipelines.execution.ray_job import RayJobExecutor
 from pipelines.execution.run import PipelineRun, still_forced
 from pipelines.execution.summary import shown_overrides
 from pipelines.flows.profile import PipelineConfig, load_profile, profile_digest
@@ -25,6 +24,7 @@ from rlhf_core.tracking.further import FurtherTrackers
 from rlhf_core.tracking.mlflow import MlflowTracker
 from rlhf_core.tracking.mlflow_client import open_client
 from rlhf_core.types import ArtifactRef
+from rlhf_core.user_code.modules import load_callable
 
 logger = logging.getLogger(__name__)
 
@@ -72,10 +72,11 @@ def open_run(
     for stage in planned:
         listener.planned(stage.label, stage.decision)
     # Prefect's log of the run has what a terminal would show.
-    executor = open_executor(RunContext(config, options, store, tracker, LoggedLines(listener)), runtime)
+    context = RunContext(config, options, store, tracker, LoggedLines(listener))
+    executor = open_executor(context, runtime)
     try:
         executor.prepare(planned)
-        yield PipelineRun(executor.context, executor, planned, note=note_of(config, options, home))
+        yield PipelineRun(context, executor, planned, note=note_of(config, options, home))
     finally:
         executor.close()
 
@@ -93,10 +94,11 @@ def note_of(config: PipelineConfig, options: RunOptions, home: Home) -> RunNote:
     )
 
 
-def open_executor(context: RunContext, runtime: LazyRuntime | None = None) -> LocalExecutor | RayJobExecutor:
-    """Return the executor that `runtime.execution` names; a `runtime` that is given is not closed by it."""
-    if context.config.runtime.execution == "ray-job":
-        return RayJobExecutor(context)
+def open_executor(context: RunContext, runtime: LazyRuntime | None = None) -> StageExecutor:
+    """The executor that `runtime.execution` names. A `runtime` that is given is not closed by it."""
+    if path := context.config.runtime.executor_path:
+        executor: StageExecutor = load_callable("runtime.execution", path)(context)
+        return executor
     if runtime is not None:
         return LocalExecutor(context, runtime, owns_runtime=False)
     return LocalExecutor(context, LazyRuntime(context.config.runtime))

@@ -11,8 +11,9 @@ from pipelines.flows.inputs import Opponents
 from pipelines.flows.trial import try_custom_functions
 from pipelines.services.home import Home
 from pipelines.services.user_servers import registry
+from rlhf_core.by_path import is_path
 from rlhf_core.config.agents import AgentConfig, AgentsBySource, EpisodeLimits
-from rlhf_core.config.engines import check_lora_sync, check_quantized
+from rlhf_core.config.engines import BaseSamplerConfig, check_lora_sync, check_quantized
 from rlhf_core.config.rewards import RewardsConfig
 from rlhf_core.config.runtime import RuntimeConfig
 from rlhf_core.errors import ConfigError
@@ -22,6 +23,7 @@ from rlhf_core.stage.key import StageInput, StageSpec
 from rlhf_core.store.fingerprint import hash_file
 from rlhf_core.types import ArtifactRef, Prompt, PromptsRef
 from rlhf_core.user_code.dependencies import user_code_digest
+from rlhf_core.user_code.sources import is_ours
 from stages.config.publish import GateNote
 from stages.declaration import Input, Stage
 
@@ -111,6 +113,8 @@ class Stages:
         engines: dict[str, Any] = {engine: configured[engine] for engine in stage.engines if engine != "registry"}
         if files:
             engines["files"] = files
+        if "sampler" in engines and (code := own_sampler_code(self.runtime.sampler)):
+            engines["sampler_code"] = code
         if "registry" in stage.engines:
             engines["registry"] = registry(Home.here())
         if configured["trainer"]["dtype"] == "bfloat16" and stage.scores(config):
@@ -182,6 +186,12 @@ def _checked(stage: str, name: str, row: Input, value: ArtifactRef | Mapping[str
         kind = f"a table of {row.kind.__name__}" if row.many else row.kind.__name__
         raise TypeError(f"{stage}: the input {name} must be {kind}, not {value!r}")
     return value if isinstance(value, ArtifactRef) else dict(value)
+
+
+def own_sampler_code(sampler: BaseSamplerConfig) -> dict[str, str]:
+    """Digests of the user's code of a sampler that is named by path; {} for ours, whose changes are noted."""
+    paths = (sampler.type, f"{sampler.module}:ENGINE") if is_path(sampler.type) else ()
+    return {path: user_code_digest(path, key="runtime.sampler.type") for path in paths if not is_ours(path)}
 
 
 def agents_of(config: Any) -> dict[str, AgentConfig]:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from pipelines.flows.nodes import PARTS, Node, listed, prepared_part
 from pipelines.flows.sections import EvaluationConfig
-from rlhf_core.config.data import DataConfig, Files, InstructionsWorld, MixedWorlds
+from rlhf_core.config.data import HELD_OUT_INSTRUCTIONS, DataConfig, Files, InstructionsWorld, MixedWorlds
 from rlhf_core.config.policy import PPOConfig
 from rlhf_core.config.rewards import check_sources
 from rlhf_core.errors import ConfigError, nearest
@@ -134,9 +134,7 @@ def data_sources(data: DataConfig, table: str) -> set[str]:
         case MixedWorlds():
             return {source for world in data.worlds for source in data_sources(world, table)}
         case InstructionsWorld():
-            from rlhf_core.data.worlds.instructions import SOURCES  # pyarrow, which other plans do without
-
-            ends = SOURCES if table == "eval_prompts" else ("seen",)
+            ends = HELD_OUT_INSTRUCTIONS if table == "eval_prompts" else ("seen",)
             return {f"{data.type}/{end}" for end in ends}
         case _:
             return {data.type}

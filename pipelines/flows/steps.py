@@ -4,16 +4,27 @@ An input names a step, a part of `prepare_data` (`base`, `prompts`, ...), an art
 (`store:3fa9c1d2`) or the registered `champion`. Neither `stage` nor the names enter a key: the digests of the inputs do.
 """
 
+import re
 from collections.abc import Iterator, Mapping
-from functools import reduce
+from functools import cache, reduce
 from operator import or_
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
-from pydantic import BeforeValidator, Field, create_model
+from pydantic import (
+    BeforeValidator,
+    Field,
+    SerializationInfo,
+    TypeAdapter,
+    ValidatorFunctionWrapHandler,
+    WrapSerializer,
+    WrapValidator,
+    create_model,
+)
 
 from pipelines.flows import groups  # noqa: F401  # declares the groups
 from pipelines.flows.nodes import GROUPS, PARTS, Node
 from pipelines.flows.sections import DistillationConfig, OfflineDPOConfig, PolicyOptimizationConfig, RewardModelSection
+from rlhf_core.by_path import is_path, named
 from rlhf_core.schema.base import OPERATIONAL, Config, added_option
 from rlhf_core.types import DemonstrationsRef, PreferencesRef, PromptsRef, StepsRef
 from stages.config.mix import MixConfig
@@ -154,6 +165,8 @@ def recipe_table(stage: str, options: type[Config], fields: Mapping[str, Any], a
     """A class of tables `[recipe.NAME]`: the options, the stage, and the names of the inputs."""
     kind: Any = (Annotated[Literal[stage], OPERATIONAL], ...)  # type: ignore[valid-type]
     title = f"{options.__name__.removesuffix('Config').removesuffix('Section')}Step"
+    if is_path(stage):
+        title = f"{title}_{re.sub(r'[^A-Za-z0-9]', '_', stage)}"  # ours keep their names
     return table_class(title, options, {"stage": kind, **fields}, about)
 
 
@@ -191,6 +204,39 @@ def recipe_tables() -> Any:
     return Annotated[union, Field(discriminator="stage")]
 
 
+def own_stage(path: str) -> Stage[..., Any]:
+    """The stage that a profile names by path, which is then among `STAGES`. Raises ValueError if it is none."""
+    found = named(path)
+    if not isinstance(found, Stage):
+        rule = "must be a declaration with `stages.declaration.stage`; see docs/add_a_stage.md"
+        raise ValueError(f"stage = {path!r}: {rule}")
+    if found.name != path:
+        raise ValueError(f"stage = {path!r}: is declared as {found.name}; write this path")
+    STAGES[path] = found
+    return found
+
+
+@cache
+def own_tables(path: str) -> TypeAdapter[Any]:
+    """What reads the tables of a stage that is named by path."""
+    tables = list(stage_tables(own_stage(path)))
+    kind = Annotated[reduce(or_, tables), Field(discriminator="type")] if len(tables) > 1 else tables[0]
+    return TypeAdapter(kind)
+
+
+def read_step(table: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    """Read a table of a recipe: by the declaration that it names, or as one of our stages and groups."""
+    if isinstance(table, Mapping) and is_path(table.get("stage")):
+        return own_tables(table["stage"]).validate_python(table)
+    return table if isinstance(table, Config) and is_path(getattr(table, "stage", "")) else handler(table)
+
+
+def write_step(step: Any, handler: Any, info: SerializationInfo) -> Any:
+    if is_path(step.stage):
+        return step.model_dump(mode=info.mode, exclude_none=info.exclude_none)
+    return handler(step)
+
+
 if TYPE_CHECKING:
     RecipeStep: TypeAlias = Any
     SFTSection: TypeAlias = SFTConfig
@@ -200,7 +246,7 @@ if TYPE_CHECKING:
     PPOSection: TypeAlias = PolicyOptimizationConfig
     DistillationSection: TypeAlias = DistillationConfig
 else:
-    RecipeStep = recipe_tables()
+    RecipeStep = Annotated[recipe_tables(), WrapValidator(read_step), WrapSerializer(write_step)]
     SFTSection = section_table("SFTSection", STAGES["sft"], SFTConfig)
     RewardModelsSection = section_table("RewardModelsSection", STAGES["reward_model"], RewardModelSection)
     ProcessRewardModelSection = section_table(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -10,10 +10,14 @@ from rlhf_core.schema.base import OPERATIONAL, Config, added_option
 
 # ---------------------------------------------------------------- synthetic worlds
 
+HELD_OUT_INSTRUCTIONS = ("new_topics", "new_combinations", "new_kinds")
+"""Ends of the sources of held-out prompts of `InstructionsWorld`; training prompts have the source `instructions/seen`."""
+
 
 class SupportWorld(Config):
-    """Replies of a customer-support desk, with a program as gold reward (`rlhf_core.data.worlds.support`)."""
+    """Replies of a customer-support desk, with a program as gold reward (`rlhf_contrib.worlds.support`)."""
 
+    module: ClassVar[str] = "rlhf_contrib.worlds.support"
     type: Literal["support"] = "support"
     demonstrations: int = Field(4000, ge=1)
     """Number of demonstrations for training."""
@@ -40,8 +44,9 @@ class SupportWorld(Config):
 
 
 class ArithmeticWorld(Config):
-    """Additions and subtractions, checked exactly; careless demonstrations (`rlhf_core.data.worlds.arithmetic`)."""
+    """Additions and subtractions, checked exactly; careless demonstrations (`rlhf_contrib.worlds.arithmetic`)."""
 
+    module: ClassVar[str] = "rlhf_contrib.worlds.arithmetic"
     type: Literal["arithmetic"] = "arithmetic"
     demonstrations: int = Field(4000, ge=1)
     """Number of demonstrations for training."""
@@ -73,8 +78,9 @@ InstructionKind = Literal[
 
 
 class InstructionsWorld(Config):
-    """Everyday questions with instructions that a program can check (`rlhf_core.data.worlds.instructions`)."""
+    """Everyday questions with instructions that a program can check (`rlhf_contrib.worlds.instructions`)."""
 
+    module: ClassVar[str] = "rlhf_contrib.worlds.instructions"
     type: Literal["instructions"] = "instructions"
     prompts: int = Field(400, ge=1)
     """Number of prompts for sampling, with one to `combined` instructions each."""
@@ -100,8 +106,9 @@ World = Annotated[SupportWorld | ArithmeticWorld | InstructionsWorld, Field(disc
 
 
 class MixedWorlds(Config):
-    """The rows of several worlds, shuffled; the source of a row is the type of its world (`rlhf_core.data.worlds.mixed`)."""
+    """The rows of several worlds, shuffled; the source of a row is the type of its world (`rlhf_contrib.worlds.mixed`)."""
 
+    module: ClassVar[str] = "rlhf_contrib.worlds.mixed"
     type: Literal["mixed"] = "mixed"
     worlds: tuple[World, ...] = Field(min_length=1)
     """The worlds, each type once."""

@@ -229,6 +229,8 @@ class BaseSamplerConfig(Config):
 
     module: ClassVar[str]
     """Dotted path of the module; its `ENGINE` is a `rlhf_core.interfaces.SamplerEngine`."""
+    type: str
+    """Name of the sampler in profiles; for a class of your own its path, `package.module:Class`."""
 
     def needs(self) -> EngineNeeds:
         """Return the resources that the sampler needs: by default one process that gets weights through host memory."""

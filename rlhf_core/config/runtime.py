@@ -3,8 +3,16 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import (
+    Field,
+    FieldSerializationInfo,
+    ValidatorFunctionWrapHandler,
+    field_serializer,
+    field_validator,
+    model_validator,
+)
 
+from rlhf_core.by_path import is_path, named
 from rlhf_core.config.engines import BaseSamplerConfig, DType, EngineNeeds, Precision, TrainerConfig
 from rlhf_core.schema.base import LONGEST_S, OPERATIONAL, Config, Seconds, added_option
 from rlhf_core.schema.secrets import HOLDS_SECRETS
@@ -110,8 +118,21 @@ SamplerConfig = Annotated[AnySamplerConfig, Field(discriminator="type")]
 # ---------------------------------------------------------------- runtime
 
 
+EXECUTORS = {"ray-job": "rlhf_contrib.ray_jobs.executor:RayJobExecutor"}
+"""Executor by name -> the class that `pipelines.execution.opening` calls with the context of a run."""
+ClassPath = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+"""A class of a module that can be imported, `package.module:NAME`."""
 PoolRole = Literal["reference", "value_model", "reward_model", "teacher"]
 """The models that may have train workers of their own; the policy is where the weights go to the engines from."""
+
+
+def own_sampler(path: str) -> type[BaseSamplerConfig]:
+    """The configuration class of a sampler that a profile names by path. Raises ValueError if it is none."""
+    found = named(path)
+    if not (isinstance(found, type) and issubclass(found, BaseSamplerConfig)):
+        base = f"{BaseSamplerConfig.__module__}.{BaseSamplerConfig.__name__}"
+        raise ValueError(f"type = {path!r}: must be a subclass of {base}; see docs/add_a_sampler.md")
+    return found
 
 
 class PoolConfig(Config):
@@ -146,9 +167,10 @@ class RuntimeConfig(Config):
     """Deadline, in seconds, of one call to a worker."""
     retries: Annotated[int, Field(ge=0), OPERATIONAL] = 2
     """Number of times a stage that lost its workers resumes in the same run without making progress."""
-    execution: Annotated[Literal["inline", "ray-job"], OPERATIONAL] = "inline"
+    execution: Annotated[Literal["inline", "ray-job"] | ClassPath, OPERATIONAL] = "inline"
     """Where stages run: `inline` in the flow's process; `ray-job` as jobs of the Ray at `RAY_ADDRESS`, which continue
-    if the flow dies, and to which the next run attaches."""
+    if the flow dies, and to which the next run attaches; or a class of your own, `package.module:Class`
+    (docs/contrib.md)."""
     job_pending_timeout_s: Annotated[Seconds, OPERATIONAL] = 300.0
     """Time, in seconds, that a job may wait for the cluster before the run gives up."""
     placement_timeout_s: Annotated[Seconds, OPERATIONAL] = 300.0
@@ -183,9 +205,28 @@ class RuntimeConfig(Config):
         return self.model_copy(update=workers | {"trainer": self.trainer.model_copy(update=trainer)})
 
     @property
+    def executor_path(self) -> str:
+        """Module and name of the class that executes stages; "" for `inline`."""
+        return "" if self.execution == "inline" else EXECUTORS.get(self.execution, self.execution)
+
+    @property
     def shares_gpus(self) -> bool:
         """Return whether a train worker and an engine share each GPU."""
         return 0 < self.gpus_per_train_worker < 1 and 0 < self.gpus_per_engine < 1
+
+    @field_validator("sampler", mode="wrap")
+    @classmethod
+    def _read_own_sampler(cls, value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        """Read the table of a sampler that is named by path with its own class."""
+        if isinstance(value, Mapping) and is_path(value.get("type")):
+            return own_sampler(value["type"]).model_validate(value)
+        return value if isinstance(value, BaseSamplerConfig) else handler(value)
+
+    @field_serializer("sampler", mode="wrap")
+    def _write_own_sampler(self, value: Any, handler: Any, info: FieldSerializationInfo) -> Any:
+        if is_path(value.type):
+            return value.model_dump(mode=info.mode, exclude_none=info.exclude_none)
+        return handler(value)
 
     @model_validator(mode="before")
     @classmethod

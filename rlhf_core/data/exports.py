@@ -17,8 +17,11 @@ from rlhf_core.config.data import RankingPairs, Source
 from rlhf_core.data.comparisons import Row, Unrated, asked, ordered_pairs, rating, responses, verdict
 from rlhf_core.errors import DataError
 
-EXPORTS = ("label_studio", "argilla")
-"""Formats of records, each the name of a module of `rlhf_core.integrations` with a function `responses`."""
+EXPORTS = {
+    "label_studio": "rlhf_core.integrations.label_studio",
+    "argilla": "rlhf_core.integrations.argilla",
+}
+"""Format of records -> the module with a function `responses` that reads them."""
 
 _KINDS = ("pairwise", "choices", "ranking", "rating")
 _PROMPTS = ("prompt", "instruction", "question", "conversation")
@@ -73,7 +76,7 @@ def read_record(row: Row, format_name: str, source: Source) -> Judged:
 
     Raises DataError if the record is ambiguous or malformed, and Unrated if it has no judgment. `source` decides by `columns` (prompt, response1, response2, preference), `rating_questions` and `bare_rankings`.
     """
-    fields, said = import_module(f"rlhf_core.integrations.{format_name}").responses(row)
+    fields, said = import_module(EXPORTS[format_name]).responses(row)
     prompt = _prompt(fields, source)
     said = _of_question(said, source)
     if not said:

@@ -14,6 +14,8 @@ import uvicorn
 from starlette.requests import Request
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from rlhf_core.errors import ConfigError
+
 HEADERS_S = 20.0  # seconds from the connection, or the first byte of a further request, to the end of the headers
 _FILES = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 MOST_CONNECTIONS = 1 << 16 if _FILES == resource.RLIM_INFINITY else _FILES // 2
@@ -105,3 +107,13 @@ async def read_body(request: Request, limits: BodyLimits) -> bytes:
     except TimeoutError:
         raise BodyRefused(408, f"the request body did not arrive within {limits.timeout_s:g} s") from None
     return bytes(body)
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """A socket that listens at an address of this machine; of one with several, at that of IPv4."""
+    try:
+        family = min(found[0] for found in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))
+        return socket.create_server((host, port), family=family)
+    except (OSError, OverflowError) as error:
+        rule = f"no server can listen there ({error})"
+        raise ConfigError("--port", f"{host}:{port}", rule, "name a port that is free, or --host") from None

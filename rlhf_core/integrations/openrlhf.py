@@ -2,4 +2,4 @@
 
 from rlhf_core.moved import moved
 
-moved(__name__, "rlhf_contrib.openrlhf.agent")
+moved(__name__)

@@ -31,10 +31,12 @@ _UNTOUCHED = {
     "rlhf_core.rewards.library.reasoning_gym:reasoning_gym_reward",
 }
 
+_WORLDS = ("rlhf_contrib.worlds.", "rlhf_core.data.worlds.")
+
 
 def _calls_function(part: Table) -> bool:
     named = {value for name in ("function", "gold") if isinstance(value := part.get(name), str) and ":" in value}
-    return any(one not in _UNTOUCHED and not one.startswith("rlhf_core.data.worlds.") for one in named)
+    return any(one not in _UNTOUCHED and not one.startswith(_WORLDS) for one in named)
 
 
 CORRECTIONS: dict[str, Correction] = {

@@ -10,17 +10,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator
 
-from rlhf_core.config.agent_modules import AGENT_MODULES
-from rlhf_core.config.agents import AgentsBySource
 from rlhf_core.config.former_names import present_name
 from rlhf_core.secrets.redaction import hidden
 from rlhf_core.stage.corrections import CORRECTIONS
-from rlhf_core.stage.key import StageSpec, Strictness, key_payload, payload_key, user_functions
+from rlhf_core.stage.key import StageSpec, Strictness, key_payload, payload_key, stage_code, user_functions
 from rlhf_core.store import attempts
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.checkpoints import Checkpoints
 from rlhf_core.store.failures import failure_settings, misfit, noted
-from rlhf_core.store.fingerprint import canonical_json, module_digests
+from rlhf_core.store.fingerprint import canonical_json
 from rlhf_core.store.layout import read_json, write_json
 from rlhf_core.store.leases import living_owner
 from rlhf_core.store.records import KeyRecord, other_versions, versions
@@ -116,19 +114,6 @@ def target_of(store: ArtifactStore, spec: StageSpec, *, strict: Strictness) -> T
     if strict.env:
         payload |= {"environment": versions()}
     return _fitting(store, spec, Target(payload_key(payload), payload, code, functions))
-
-
-def stage_code(spec: StageSpec) -> dict[str, str]:
-    """Digests of the modules of ours that a stage runs: those that its module imports, and those of its agents.
-
-    Raises ConfigError for an agent whose topic of `rlhf_contrib` is not installed.
-    """
-    agents = spec.config.by_key.values() if isinstance(spec.config, AgentsBySource) else ()
-    found = module_digests(spec.module)
-    for agent in agents:
-        if agent.type in AGENT_MODULES:
-            found |= module_digests(AGENT_MODULES[agent.type])
-    return dict(sorted(found.items()))
 
 
 def _fitting(store: ArtifactStore, spec: StageSpec, target: Target) -> Target:

@@ -6,12 +6,18 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal, TypeAlias, get_args
 
+from pydantic import BaseModel
+
+from rlhf_core.by_path import is_path
+from rlhf_core.config.agent_modules import AGENT_MODULES
+from rlhf_core.config.agents import AgentsBySource
 from rlhf_core.errors import ConfigError
 from rlhf_core.schema.base import Config, as_written, keyed
 from rlhf_core.stage.corrections import corrections
-from rlhf_core.store.fingerprint import canonical_json, code_digest, sha256_text
+from rlhf_core.store.fingerprint import canonical_json, module_digests, sha256_text
 from rlhf_core.types import ArtifactRef
-from rlhf_core.user_code.dependencies import user_code_digest
+from rlhf_core.user_code.dependencies import user_code, user_code_digest
+from rlhf_core.user_code.sources import is_ours
 
 KEY_SCHEMA = 1  # raised when keys are computed in another way: no result is found then
 
@@ -106,8 +112,36 @@ def key_payload(
     if corrected := corrections(spec.name, keyed(spec.config)):
         payload["corrections"] = corrected
     if strict_code or spec.code == "strict":
-        payload["code"] = code_digest(spec.module)
+        payload["code"] = sha256_text(canonical_json(stage_code(spec)))
     return payload
+
+
+def stage_code(spec: StageSpec) -> dict[str, str]:
+    """Digests of the modules of ours that a stage runs: those that its module imports, and those that its options name.
+
+    Raises ConfigError if one of them is in a topic of `rlhf_contrib` that is not installed.
+    """
+    agents = spec.config.by_key.values() if isinstance(spec.config, AgentsBySource) else ()
+    named = [AGENT_MODULES[agent.type] for agent in agents if agent.type in AGENT_MODULES]
+    found: dict[str, str] = {}
+    for module in (spec.module, *named, *_modules_of(spec.config)):
+        found |= module_digests(module)
+    if not is_ours(spec.module):  # with all modules of the user's that it reaches
+        found |= user_code(f"{spec.module}:run")
+    if is_path(sampler := spec.engines.get("sampler", {}).get("type")):
+        found |= module_digests(sampler.partition(":")[0])
+    return dict(sorted(found.items()))
+
+
+def _modules_of(config: BaseModel) -> Iterator[str]:
+    """Yield the modules that the stage imports for tables of its configuration, whose classes name them in `module`."""
+    if isinstance(module := getattr(type(config), "module", None), str):
+        yield module
+    for name in type(config).model_fields:
+        value = getattr(config, name)
+        for one in value if isinstance(value, tuple) else (value,):
+            if isinstance(one, BaseModel):
+                yield from _modules_of(one)
 
 
 def payload_key(payload: Mapping[str, Any]) -> str:

@@ -25,6 +25,7 @@ from types import CodeType, MappingProxyType, ModuleType
 from typing import Any
 
 from rlhf_core.errors import ConfigError, nearest
+from rlhf_core.moved import present_module
 from rlhf_core.processes.installed import is_users_own
 from rlhf_core.user_code.sources import (
     ADDED,
@@ -287,7 +288,7 @@ class UserFile:
 
 
 def _load_module(key: str, spec: str, modules: Modules) -> ModuleType:
-    location, _, _ = spec.rpartition(":")
+    location = present_module(spec.rpartition(":")[0])
     try:
         return modules.import_module(location)
     except ModuleNotFoundError as error:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.errors import ConfigError, nearest
+from rlhf_core.moved import present_module
 from rlhf_core.processes.installed import is_users_own
 from rlhf_core.store.fingerprint import (
     OUR_PACKAGES,
@@ -30,6 +31,7 @@ from rlhf_core.store.fingerprint import (
     top_level_names,
     tree_digest,
 )
+from rlhf_core.user_code.former_digests import FORMER_DIGESTS
 
 ENVIRONMENT = "env:"
 DECLARATION = "DEPENDS_ON"
@@ -76,6 +78,11 @@ class Place:
     folders: tuple[Path, ...] = ()
 
 
+def is_ours(module: str) -> bool:
+    """True for a module of this program."""
+    return module.partition(".")[0] in PROGRAM_PACKAGES
+
+
 def program_path() -> list[str]:
     """Return `sys.path` without the entries added by loading users' files, also while a thread loads one."""
     path = list(sys.path)
@@ -120,6 +127,7 @@ def reached_from(location: str) -> list[UserModule]:
     """Return the module at `location`, `file.py` or `package.module`, with the user modules that it imports; [] if there
     is no such file."""
     from_file = location.endswith(".py")
+    location = location if from_file else present_module(location)
     search = search_folders(Path(location) if from_file else None)
     path = Path(location) if from_file else find(location, search)
     if path is None or not path.is_file():
@@ -140,8 +148,12 @@ def reached_from(location: str) -> list[UserModule]:
 
 
 def digest_of(modules: Sequence[UserModule], *, key: str) -> str:
-    """Return the digest of the code of `modules` and of their declared dependencies."""
-    return sha256_text(canonical_json(code_of(modules, key=key)))
+    """Digest of the code of `modules` and of their declared dependencies.
+
+    Modules of ours that moved without another change keep the digest that they had before.
+    """
+    digest = sha256_text(canonical_json(code_of(modules, key=key)))
+    return FORMER_DIGESTS.get(digest, digest)
 
 
 def code_of(modules: Sequence[UserModule], *, key: str) -> dict[str, str]:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from benchmarks.instructions import PROFILES, Result, figures_of, read, side_by_side, tables
 from pipelines.flows.profile import load_profile
-from rlhf_core.data.worlds.instructions import SOURCES, make_tables
+from rlhf_contrib.worlds.instructions import make_tables
+from rlhf_core.config.data import HELD_OUT_INSTRUCTIONS
 from rlhf_core.types import Completion, Generation, Message, Prompt
 
 LABEL = json.dumps({"instructions": [{"kind": "no_commas"}], "topic": ["rain"], "min_words": 3})
@@ -27,7 +28,7 @@ ANSWERS = [
 
 def test_answers_are_counted_by_source_and_one_word_is_no_answer() -> None:
     figures = figures_of(ANSWERS)
-    assert [figures[f"followed/{source}"][0] for source in SOURCES] == [0.5, 1.0, 0.0]
+    assert [figures[f"followed/{source}"][0] for source in HELD_OUT_INSTRUCTIONS] == [0.5, 1.0, 0.0]
     assert figures["answer"][0] == 0.25
     assert figures["words"] == (3 + 2 + 1 + 4) / 4
 

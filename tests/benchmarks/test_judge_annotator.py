@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.judge_annotator import comparisons, measured
-from rlhf_core.data.worlds.support_readers import reader_reward
+from rlhf_contrib.worlds.support_readers import reader_reward
 from rlhf_core.types import Completion, Generation, Message, Prompt
 from tests.support.chat_server import ChatServer
 

@@ -14,9 +14,9 @@ from benchmarks.methods import Result, print_tables
 from benchmarks.seeds import keep, read
 from pipelines.flows.graph import Stages
 from pipelines.flows.profile import load_profile
+from rlhf_contrib.worlds.support import facts_of, make_tables
 from rlhf_core.config.data import SupportWorld
 from rlhf_core.config.policy import Advantage, PolicyLoss, PreferenceLoss
-from rlhf_core.data.worlds.support import facts_of, make_tables
 from rlhf_core.schema.base import CustomFunction
 from rlhf_core.stage.key import StageSpec
 from rlhf_core.types import ArtifactRef, Completion, Generation, PolicyRef, PreparedDataRef

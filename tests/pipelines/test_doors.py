@@ -22,10 +22,10 @@ from pipelines.services import servers
 from pipelines.services.home import SERVER_AUTH, Home, basic, quiet_environment, sign_in_link
 from pipelines.services.running import MLFLOW_PORT, await_health, bound_port, port_of
 from pipelines.services.servers import start_guarded, stop_process
+from rlhf_contrib.serve.reward_server import create_app
 from rlhf_core.agents.endpoint import Endpoint
 from rlhf_core.http import door
 from rlhf_core.http.door import CONNECTIONS, Door
-from rlhf_core.rewards.server import create_app
 from tests.rlhf_core.http.test_door import NOBODY, asked_as
 
 SECRET = "s3cret"
@@ -49,7 +49,7 @@ def policy_server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from pipelines.services.policy_server import ServedModel, ServeOptions, serve_command
+    from rlhf_contrib.serve.policy_server import ServedModel, ServeOptions, serve_command
 
     monkeypatch.setenv("VLLM_API_KEY", SECRET)
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")  # the routes that load weights and call workers

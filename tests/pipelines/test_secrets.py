@@ -119,7 +119,7 @@ loop = {{batch_size = 8, epochs = 1}}
 [publish]
 policy = "rejection_sampling"
 [evaluate.evaluate]
-gold = "rlhf_core.data.worlds.support:gold_reward"
+gold = "rlhf_contrib.worlds.support:gold_reward"
 reference = "base"
 [evaluate.generate]
 samples_per_prompt = 1

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.cli.scaffold_verb import PLACES
+from rlhf_contrib.places.verb import PLACES
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = {

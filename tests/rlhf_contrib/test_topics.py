@@ -12,39 +12,26 @@ from pydantic import TypeAdapter
 from pipelines.cli.main import VERBS, main
 from rlhf_core.config.agent_modules import AGENT_MODULES
 from rlhf_core.config.agents import AgentConfig
+from rlhf_core.config.data import ArithmeticWorld, InstructionsWorld, MixedWorlds, SupportWorld
 from rlhf_core.errors import ConfigError
-from rlhf_core.stage.decision import stage_code
-from rlhf_core.store.fingerprint import module_digests
+from rlhf_core.moved import MOVED
+from rlhf_core.stage.key import key_payload, stage_code
+from rlhf_core.store.fingerprint import canonical_json, module_digests, sha256_text
 from stages.config.generate import GenerateConfig
+from stages.config.prepare_data import PrepareDataConfig
 from stages.table import STAGES
 
 ROOT = Path(__file__).resolve().parents[2]
 TOPICS = sorted(path.parent.name for path in ROOT.glob("rlhf_contrib/*/__init__.py"))
-FORMER_MODULES = {
-    "pipelines.cli.import_openrlhf": "rlhf_contrib.openrlhf.verb",
-    "pipelines.cli.estimate_verb": "rlhf_contrib.planner.verb",
-    "pipelines.cli.sweep_verb": "rlhf_contrib.sweep.verb",
-    "pipelines.execution.estimate": "rlhf_contrib.planner.estimate",
-    "pipelines.execution.hardware": "rlhf_contrib.planner.hardware",
-    "pipelines.execution.stage_models": "rlhf_contrib.planner.stage_models",
-    "pipelines.execution.sweep": "rlhf_contrib.sweep.points",
-    "pipelines.importers.openrlhf": "rlhf_contrib.openrlhf",
-    "pipelines.importers.openrlhf.translate": "rlhf_contrib.openrlhf.translate",
-    "rlhf_core.integrations.nemo_gym": "rlhf_contrib.environments.nemo_gym",
-    "rlhf_core.integrations.openenv": "rlhf_contrib.environments.openenv",
-    "rlhf_core.integrations.openrlhf": "rlhf_contrib.openrlhf.agent",
-    "rlhf_core.integrations.verifiers": "rlhf_contrib.environments.verifiers",
-    "rlhf_core.models.sizes": "rlhf_contrib.planner.sizes",
-    "rlhf_core.sampling.vllm_server_sampler": "rlhf_contrib.vllm_server.sampler",
-    "rlhf_core.training.memory": "rlhf_contrib.planner.memory",
-}
 NAMES_TOPICS = {
     "pipelines/cli/main.py": "the table of commands",
+    "rlhf_core/moved.py": "the table of former names",
+    "rlhf_core/config/data.py": "the modules of worlds",
+    "rlhf_core/stage/corrections.py": "reward functions of worlds had no fault",
     "rlhf_core/config/agent_modules.py": "the table of agents",
     "rlhf_core/config/runtime.py": "the module of a sampler",
     "pipelines/cli/extras.py": "a topic is not installed",
     "pipelines/cli/run_command.py": "names of loggers",
-    "pipelines/execution/job.py": "names of loggers",
     "rlhf_core/store/fingerprint.py": "the code of topics counts",
 }
 """File of the core that names the package -> why."""
@@ -76,7 +63,7 @@ def test_the_core_names_topics_only_in_its_tables_and_in_former_modules():
     files = [path for package in ("rlhf_core", "stages", "pipelines") for path in (ROOT / package).rglob("*.py")]
     texts = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in files}
     naming = {path for path, text in texts.items() if "rlhf_contrib" in text and names_a_topic(text)}
-    assert {path for path in naming if "\nmoved(__name__, " not in texts[path]} == set(NAMES_TOPICS)
+    assert naming == set(NAMES_TOPICS)
 
 
 def names_a_topic(text: str) -> bool:
@@ -112,14 +99,43 @@ WORDS = {
     "import-openrlhf": ["import-openrlhf", "train.sh"],
     "plan --estimate": ["plan", "tiny/full", "--estimate"],
     "sweep": ["sweep", "tiny/full"],
+    "scaffold": ["scaffold", "slurm", "--out", "x"],
+    "serve": ["serve", "ppo"],
+    "serve-reward": ["serve-reward", "--function", "a.py:b"],
 }
 
 
-@pytest.mark.parametrize(("former", "present"), FORMER_MODULES.items())
+@pytest.mark.parametrize(("former", "present"), MOVED.items())
 def test_a_former_name_of_a_module_is_the_module_and_warns_of_the_new_name(former, present, monkeypatch):
-    for name in [name for name in sys.modules if former.startswith(name) and name in FORMER_MODULES]:
+    for name in [name for name in sys.modules if f"{name}.".startswith(f"{former}.")]:
         monkeypatch.delitem(sys.modules, name)
-    with pytest.warns(FutureWarning, match="; the former name works until 0.4") as said:
+    with pytest.warns(FutureWarning, match=f"{former} is now {present}; the former name works until 0.4") as said:
         module = importlib.import_module(former)
-    assert module is importlib.import_module(present)
-    assert len(said) == 1 and f"is now {present.removesuffix('.translate')};" in str(said[0].message)
+    assert module is importlib.import_module(present) and len(said) == 1
+
+
+@pytest.mark.parametrize(
+    ("former", "present"),
+    [
+        ("pipelines.importers.openrlhf.translate", "rlhf_contrib.openrlhf.translate"),
+        ("rlhf_core.data.worlds.support", "rlhf_contrib.worlds.support"),
+    ],
+)
+def test_the_modules_of_a_package_that_moved_have_former_names_too(former, present, monkeypatch):
+    for name in [name for name in sys.modules if former.startswith(name) and name.rpartition(".")[0] in former]:
+        if name in MOVED or name == former:
+            monkeypatch.delitem(sys.modules, name)
+    with pytest.warns(FutureWarning, match="the former name works until 0.4") as said:
+        module = importlib.import_module(former)
+    assert module is importlib.import_module(present) and len(said) == 1
+
+
+def test_the_code_of_a_world_is_in_the_key_of_the_stage_that_makes_its_data():
+    """`prepare_data` imports it by the name in the configuration, which its own imports do not show."""
+    world = PrepareDataConfig(data=MixedWorlds(worlds=(SupportWorld(), ArithmeticWorld())))
+    spec = STAGES["prepare_data"].spec(world, {}, label="prepare_data", seed=0, engines={})
+    files = replace(spec, config=PrepareDataConfig(data=InstructionsWorld()))
+    assert {"rlhf_contrib.worlds.mixed", "rlhf_contrib.worlds.support"} <= set(stage_code(spec))
+    assert "rlhf_contrib.worlds.support" not in stage_code(files)
+    assert key_payload(spec)["code"] == sha256_text(canonical_json(stage_code(spec)))
+    assert key_payload(spec)["code"] != key_payload(files)["code"]

@@ -6,8 +6,8 @@ import signal
 from collections.abc import Callable, Mapping
 from multiprocessing.process import BaseProcess
 
-from pipelines.execution.job import main
-from rlhf_core.runtime.jobs import Job, JobServerError, JobState
+from rlhf_contrib.ray_jobs.job import main
+from rlhf_contrib.ray_jobs.jobs import Job, JobServerError, JobState
 from tests.support.forks import forked
 
 

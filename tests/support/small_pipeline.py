@@ -26,7 +26,7 @@ sampling = {max_tokens = 8}
 rewards = {terms = {finished = {type = "function", function = "rlhf_core.rewards.verifiable:finished"}}}
 [evaluate]
 generate = {samples_per_prompt = 2, sampling = {max_tokens = 8}}
-evaluate = {gold = "rlhf_core.data.worlds.support:gold_reward"}
+evaluate = {gold = "rlhf_contrib.worlds.support:gold_reward"}
 """
 
 

@@ -1,1 +1,5 @@
-"""Synthetic worlds whose true reward is a program, so that every stage can be judged exactly."""
+"""The former name of `rlhf_contrib.worlds`."""
+
+from rlhf_core.moved import moved
+
+moved(__name__)

@@ -11,8 +11,8 @@ from rich.console import Console
 
 from pipelines.cli import chat
 from pipelines.cli.chat import talk
+from pipelines.cli.find_model import find_model, find_policy
 from pipelines.cli.main import EXIT_REFUSED, main
-from pipelines.cli.serve_verb import find_model, find_policy
 from pipelines.execution.run import policies_of
 from pipelines.services.home import Home
 from pipelines.services.policy_server import ServingNote

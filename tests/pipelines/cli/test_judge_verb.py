@@ -9,7 +9,7 @@ from starlette.testclient import TestClient
 from pipelines.cli import judge_verb
 from pipelines.cli.judge_verb import chosen, page_of
 from pipelines.cli.main import main
-from pipelines.cli.serve_reward import listening
+from rlhf_contrib.serve.reward_verb import listening
 from rlhf_core.errors import ConfigError
 from rlhf_core.http.serving import limited
 from rlhf_core.tracking.mlflow_client import create_database

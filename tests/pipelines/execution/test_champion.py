@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipelines.cli import serve_verb
+from pipelines.cli import find_model
 from pipelines.cli.main import main
 from pipelines.execution.executor import RunOptions
 from pipelines.execution.opening import open_run, open_tracker, store_of
@@ -149,4 +149,4 @@ def test_a_champion_made_again_is_compared_as_before():
 def test_without_models_there_is_no_name_to_guess(home, monkeypatch):
     monkeypatch.setenv("RLHF_HOME", str(home.root))
     with pytest.raises(ConfigError, match="no model has a champion yet"):
-        serve_verb.model_name(tracking_uri(home), "")
+        find_model.model_name(tracking_uri(home), "")

@@ -8,9 +8,9 @@ from pipelines.execution.executor import RunContext, RunOptions
 from pipelines.execution.local import LocalExecutor
 from pipelines.execution.opening import is_watched, open_executor, results_if_all_cached, store_of
 from pipelines.execution.plan import PlannedStage, plan
-from pipelines.execution.ray_job import RayJobExecutor
 from pipelines.flows.profile import load_profile
 from pipelines.services.home import Home
+from rlhf_contrib.ray_jobs.executor import RayJobExecutor
 from rlhf_core.stage.key import Strictness
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.tracking.memory import MemoryTracker
@@ -19,7 +19,14 @@ from tests.support.listener import Notes
 from tests.support.small_pipeline import two_toys, write_mini
 
 
-@pytest.mark.parametrize(("execution", "kind"), [("inline", LocalExecutor), ("ray-job", RayJobExecutor)])
+@pytest.mark.parametrize(
+    ("execution", "kind"),
+    [
+        ("inline", LocalExecutor),
+        ("ray-job", RayJobExecutor),
+        ("rlhf_contrib.ray_jobs.executor:RayJobExecutor", RayJobExecutor),
+    ],
+)
 def test_the_executor_is_the_one_that_the_runtime_names(tmp_path, home, execution, kind):
     config = load_profile(write_mini(tmp_path), [f"runtime.execution={execution}"])
     context = RunContext(config, RunOptions(), store_of(config, home), MemoryTracker(), Notes())

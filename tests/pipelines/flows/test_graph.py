@@ -180,7 +180,7 @@ def test_the_environment_and_the_tools_of_an_agent_are_among_them():
 def test_the_gold_reward_of_an_evaluation_is_one_of_them(tmp_path):
     config = load_profile(write_mini(tmp_path))
     assert reward_functions(config.evaluate.evaluate, "evaluate") == {
-        "evaluate.gold": "rlhf_core.data.worlds.support:gold_reward"
+        "evaluate.gold": "rlhf_contrib.worlds.support:gold_reward"
     }
 
 

@@ -69,10 +69,10 @@ def test_the_rubric_of_a_judge_and_a_known_reward_are_in_the_key_by_their_conten
     judge = (
         f'online.collect.annotator={{type = "judge", url = "http://host/v1", model = "m", rubric_file = "{rubric}"}}'
     )
-    gold = "online.collect.gold=rlhf_core.data.worlds.support_readers:reader_reward"
+    gold = "online.collect.gold=rlhf_contrib.worlds.support_readers:reader_reward"
     without = planned(tmp_path)["online/round_1/collect"].spec
     spec = planned(tmp_path, judge, gold)["online/round_1/collect"].spec
-    assert spec.callables == ("rlhf_core.data.worlds.support_readers:reader_reward",) and "files" not in without.engines
+    assert spec.callables == ("rlhf_contrib.worlds.support_readers:reader_reward",) and "files" not in without.engines
     before = spec.engines["files"]
     rubric.write_text("Be brief.")
     assert planned(tmp_path, judge, gold)["online/round_1/collect"].spec.engines["files"] != before

@@ -14,8 +14,8 @@ from pipelines.flows.nodes import PARTS
 from pipelines.flows.profile import load_profile, parse, shipped_profiles, with_overrides
 from pipelines.flows.prompt_sources import data_sources
 from pipelines.flows.recipe import drawn
+from rlhf_contrib.worlds.mixed import make_world
 from rlhf_core.config.data import ArithmeticWorld, InstructionsWorld, SupportWorld
-from rlhf_core.data.worlds.mixed import make_world
 from rlhf_core.errors import ConfigError
 from rlhf_core.schema.base import keyed
 from rlhf_core.stage.key import StageSpec

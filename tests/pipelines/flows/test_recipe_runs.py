@@ -41,7 +41,7 @@ eval_preferences = 1, eval_prompts = 4},
 ]
 [evaluate]
 generate = {samples_per_prompt = 2, sampling = {max_tokens = 8}}
-evaluate = {gold = "rlhf_core.data.worlds.mixed:gold_reward"}
+evaluate = {gold = "rlhf_contrib.worlds.mixed:gold_reward"}
 [recipe.sft]
 stage = "sft"
 policy = "base"
@@ -74,7 +74,7 @@ R1 = """
 stage = "ppo"
 policy = "sft"
 mixture = {arithmetic = 1.0}
-rewards.terms.correct = {type = "function", function = "rlhf_core.data.worlds.arithmetic:exact_match"}
+rewards.terms.correct = {type = "function", function = "rlhf_contrib.worlds.arithmetic:exact_match"}
 [recipe.rewrite]
 stage = "rejection_sampling"
 policy = "reason"
@@ -85,7 +85,7 @@ stage = "ppo"
 policy = "rewrite"
 reference = "sft"
 rewards.terms.kind = {type = "reward_model", model = "kind", sources = ["support"]}
-rewards.terms.correct = {type = "function", function = "rlhf_core.data.worlds.arithmetic:exact_match", \
+rewards.terms.correct = {type = "function", function = "rlhf_contrib.worlds.arithmetic:exact_match", \
 sources = ["arithmetic"]}
 """
 LLAMA = "".join(
@@ -119,7 +119,7 @@ SUMS = """
 stage = "ppo"
 policy = "sft"
 mixture = {arithmetic = 1.0}
-rewards.terms.correct = {type = "function", function = "rlhf_core.data.worlds.arithmetic:exact_match"}
+rewards.terms.correct = {type = "function", function = "rlhf_contrib.worlds.arithmetic:exact_match"}
 """
 DOMAINS = """
 [recipe.form]

@@ -28,7 +28,7 @@ ROUNDS = {
 }
 
 
-EXACT = {"type": "function", "function": "rlhf_core.data.worlds.arithmetic:exact_match"}
+EXACT = {"type": "function", "function": "rlhf_contrib.worlds.arithmetic:exact_match"}
 BEST = {
     "scored": {"stage": "score", "generations": "answers", "rewards": {"terms": {"one": EXACT}}},
     "best": {"stage": "select", "type": "best_of_n", "rollouts": "scored"},
@@ -254,7 +254,7 @@ def test_a_gate_reads_an_evaluation_in_the_middle_of_the_graph():
             "stage": "evaluate",
             "generations": {"first": "mid_answers"},
             "reference": "first",
-            "gold": "rlhf_core.data.worlds.mixed:gold_reward",
+            "gold": "rlhf_contrib.worlds.mixed:gold_reward",
         },
     }
     gate = {"after": "mid", "metric": "policies/first/gold/mean", "value": 0.1}

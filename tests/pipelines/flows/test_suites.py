@@ -16,7 +16,7 @@ from rlhf_core.types import ArtifactRef
 from stages.config import evaluate_harness
 from stages.config.report_suites import ReportSuitesConfig
 
-GOLD = "rlhf_core.data.worlds.support:gold_reward"
+GOLD = "rlhf_contrib.worlds.support:gold_reward"
 SMALL = [f"{name}=none" for name in ("rejection_sampling", "iterative_dpo", "publish", "evaluate.evaluate.parents")]
 
 

@@ -14,11 +14,11 @@ from typing import Any, TypeAlias
 import psutil
 import pytest
 
+from rlhf_contrib.sandbox.local import find_isolation
 from rlhf_core.config.rewards import FunctionReward
 from rlhf_core.errors import ConfigError, RewardError
 from rlhf_core.rewards.batches import BatchedReward, BatchFailed, RewardOutcome
 from rlhf_core.rewards.isolation import IsolatedReward, WorkerSettings
-from rlhf_core.rewards.sandbox.local import find_isolation
 from rlhf_core.rewards.terms import open_elsewhere
 from rlhf_core.types import Generation
 from tests.rlhf_core.rewards.answers import answer, answers
@@ -73,7 +73,7 @@ def by_unit(completions, unit, **kwargs):
     return [len(text) * unit for text in completions]
 
 def secretive(completions, key, **kwargs):
-    from rlhf_core.rewards.sandbox.local import Limits, run_program
+    from rlhf_contrib.sandbox.local import Limits, run_program
     if "raise" in str(completions[0]):
         raise RuntimeError(f"refused: {key}")
     seen = run_program("import os; print(dict(os.environ))", limits=Limits())

@@ -205,7 +205,7 @@ def test_what_a_helper_reads_is_named_and_what_packages_and_this_program_read_is
     (tmp_path / "helpers.py").write_text("VALUE = open('a').read()\n")
     (tmp_path / "mine.py").write_text("from helpers import VALUE\nimport torch\ndef f(): return torch\n")
     assert unseen_reads(f"{tmp_path}/mine.py:f") == ["helpers.py reads files (open, line 1; read, line 1)"]
-    assert unseen_reads("rlhf_core.rewards.library.code:code_reward") == unseen_reads("math_verify:verify") == []
+    assert unseen_reads("rlhf_contrib.sandbox.code:code_reward") == unseen_reads("math_verify:verify") == []
 
 
 def test_what_a_program_imports_is_named_unless_it_is_one_of_its_files(tmp_path):

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from rlhf_core.rewards.library.code import read_program
+from rlhf_contrib.sandbox.code import read_program
 from rlhf_core.rewards.library.fences import fences, last_fence
 
 PROGRAM = "def f(x):\n    return x + 1\n"

@@ -1,0 +1,1 @@
+"""Files with which another place runs profiles."""

@@ -1,0 +1,82 @@
+"""Write the files with which another place runs profiles: `rlhf scaffold`."""
+
+import argparse
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipelines.cli.common import console, print_line
+from pipelines.flows.profile import shipped
+from rlhf_core.errors import ConfigError
+
+TEMPLATES = Path(__file__).with_name("templates")
+"""Folder with a folder of files for each place; they are shipped in the wheel, and copied as they are."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a place needs: files of its folder in `TEMPLATES`, files with pins, and the next command.
+
+    In the command, FOLDER is where the files are.
+    """
+
+    files: tuple[str, ...]
+    next: str
+    pins: tuple[str, ...] = ()
+
+
+PLACES: Mapping[str, Place] = {
+    "container": Place(
+        ("Containerfile",),
+        "put the wheel of this version into FOLDER, then: podman build --tag rlhf FOLDER",
+        pins=("cpu.txt", "gpu.txt"),
+    ),
+    "slurm": Place(("rlhf.sbatch",), "sbatch --nodes 2 FOLDER/rlhf.sbatch tiny/full"),
+    "kubernetes": Place(
+        (
+            *("raycluster.yaml", "rayjob.yaml", "rdma-raycluster.yaml", "rdma-rayjob.yaml"),
+            *("kustomization.yaml", "rlhf.env", "prefect-job-template.json"),
+        ),
+        "fill in rlhf.env and the image in kustomization.yaml, then: kubectl apply -k FOLDER",
+    ),
+    "server": Place(
+        (
+            *("rlhf-prefect.service", "rlhf-mlflow.service", "rlhf-worker.service", "Caddyfile"),
+            *("server.env", "mlflow_auth.ini", "worker.env"),
+        ),
+        "install rlhf-lifecycle[server] into /opt/rlhf, then: systemd-analyze verify FOLDER/*.service",
+    ),
+}
+
+
+def scaffold(options: argparse.Namespace) -> None:
+    """Write the files of a place into a folder; raise ConfigError, before any is written, if one has other content."""
+    place, folder = PLACES[options.place], Path(options.out)
+    sources = [
+        *(TEMPLATES / options.place / name for name in place.files),
+        *(shipped("requirements") / name for name in place.pins),
+    ]
+    texts = {folder / path.name: path.read_bytes() for path in sources}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        other = [path.name for path, text in texts.items() if _is_other(path, text)]
+        if other:
+            rule = f"has {', '.join(other)} with other content"
+            raise ConfigError("--out", options.out, rule, "choose another folder, or move it away")
+        for path, text in texts.items():
+            path.write_bytes(text)
+    except OSError as error:
+        raise ConfigError("--out", options.out, f"cannot be written: {error}", "choose another folder") from None
+    print_line(console, f"{folder}: {', '.join(path.name for path in texts)}")
+    print_line(console, f"next: {place.next.replace('FOLDER', shlex.quote(_as_word(folder)))}")
+
+
+def _is_other(path: Path, text: bytes) -> bool:
+    """Return whether something else has the name of a file: other content, or a link, through which nothing is written."""
+    return path.is_symlink() or (path.exists() and path.read_bytes() != text)
+
+
+def _as_word(folder: Path) -> str:
+    """Return the path as a word that no command takes for an option."""
+    return f"./{folder}" if str(folder).startswith("-") else str(folder)

@@ -1,0 +1,1 @@
+"""Run programs that a model wrote, and reward them by their tests."""

@@ -1,0 +1,236 @@
+"""Programs, rewarded for the tests that they pass in the sandbox."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
+
+from rlhf_contrib.sandbox.fusion import SandboxFusion
+from rlhf_contrib.sandbox.local import (
+    WALL_TIMES,
+    Assertions,
+    InputOutput,
+    Limits,
+    RunProgram,
+    find_isolation,
+    run_program,
+    run_tests,
+)
+from rlhf_contrib.sandbox.rewriting import catches_assertions
+from rlhf_core.errors import ConfigError, DataError, explain
+from rlhf_core.rewards.batches import NoReward
+from rlhf_core.rewards.library.fences import Fence, fences, last_fence
+from rlhf_core.rewards.library.labels import against_labels
+
+_PYTHON = re.compile(r"i?py(thon)?\d*")
+
+
+def code_reward(
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    labels: Sequence[str | None],
+    *,
+    score: Literal["all", "share"] = "all",
+    timeout_s: float = 5.0,
+    memory_mb: int = 512,
+    workers: int = 2,
+    allow_network: bool = False,
+    sandbox_url: str = "",
+    sandbox_headers: Mapping[str, str] = {},  # never changed
+    **columns: Any,
+) -> list[float | NoReward | None]:
+    """Return 1.0 where the answer's program passes all tests of the label, else 0.0; `share`: the part that it passes.
+
+    The program is the last Python code fence of the answer, the last other one with a program, or all of it. The label is
+    `{"inputs": [...], "outputs": [...]}` for standard input and output, `{"tests": ["assert ...", ...]}`, or plain Python:
+    `assert` lines are one test each, anything else is one test. None without a label; DataError for one whose tests any program would pass. A program
+    that hits a limit has failed; `timeout_s` is CPU time. One that takes five times that in wall time, twice, has no reward: it
+    waits, or the machine is busy. `sandbox_url` is a SandboxFusion server
+    that runs the programs in place of this machine: RewardError where it gives no result.
+    """
+    if score not in ("all", "share"):
+        raise ConfigError(explain("score", score, 'must be "all" or "share"', "use one of them"))
+    limits = Limits(timeout_s=timeout_s, memory_mb=memory_mb)
+
+    def judge(text: str, label: str) -> float | NoReward:
+        tests = read_tests(label)
+        if not sandbox_url:
+            _check_imports(tests, label)
+        verdict = run_tests(read_program(text), tests, limits=limits, run=run)
+        if verdict.outcome == "stalled" or (score == "share" and not verdict.complete):
+            return NoReward(
+                f"the program took longer than {WALL_TIMES * timeout_s:g} s, and less CPU time than timeout_s"
+            )
+        return verdict.share if score == "share" else float(verdict.outcome == "passed")
+
+    with _sandbox(sandbox_url, sandbox_headers, allow_network) as run, ThreadPoolExecutor(workers) as pool:
+        pairs = zip(completions, labels, strict=True)
+        return [
+            one for found in pool.map(lambda pair: against_labels([pair[0]], [pair[1]], judge), pairs) for one in found
+        ]
+
+
+def read_program(text: str) -> str:
+    r"""Return the last Python code fence of `text`, else the last other one with a program, else all of it.
+
+    >>> read_program("So:\n```python\nprint(1)\n```")
+    'print(1)\n'
+    """
+    found = fences(text)
+    choices: list[Callable[[Fence], bool]] = [
+        lambda one: bool(_PYTHON.fullmatch(one.language)),
+        lambda one: not one.language and _is_program(one.content),  # the last one may be its output
+        lambda one: _is_program(one.content),
+        lambda one: not one.language,
+    ]
+    contents = (last_fence(found, accepts) for accepts in choices)
+    return next((one for one in contents if one is not None), text)
+
+
+def _is_program(text: str) -> bool:
+    """True for Python that does something: a value alone is the output of a program."""
+    try:
+        body = ast.parse(text).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return any(not isinstance(one, ast.Expr) or isinstance(one.value, ast.Call) for one in body)
+
+
+def read_tests(label: str) -> list[InputOutput | Assertions]:
+    """Return the tests of a label; DataError if it holds none, or one that no program could fail.
+
+    >>> read_tests("assert f(1) == 2")
+    [Assertions(code='assert f(1) == 2')]
+    """
+    try:
+        content = json.loads(label)
+    except (ValueError, RecursionError):
+        return [_assertions(test, label) for test in _split(textwrap.dedent(label).strip(), label)]
+    match content:
+        case {"fn_name": name} if name:
+            raise _refusal(label, f"calls {name!r} by its name", "write the calls as assert lines")
+        case {"inputs": [*inputs], "outputs": [*outputs]} if inputs and len(inputs) == len(outputs):
+            return _input_outputs(inputs, outputs, label)
+        case {"tests": [*tests]} | [*tests] if tests and all(isinstance(test, str) for test in tests):
+            return [_assertions(textwrap.dedent(test).strip(), label) for test in tests]
+    raise _refusal(label, "holds no tests", 'give {"inputs": [...], "outputs": [...]} or assert lines')
+
+
+# ---------------------------------------------------------------- private
+
+
+def _sandbox(url: str, headers: Mapping[str, str], allow_network: bool) -> AbstractContextManager[RunProgram]:
+    """Return who runs the programs: the server at `url`, or this machine, which must be able to shut them in."""
+    if not url:
+        if headers:
+            rule, remedy = "goes to no server without sandbox_url", "give that, or leave the headers"
+            raise ConfigError(explain("sandbox_headers", sorted(headers), rule, remedy))
+        find_isolation(allow_network)  # before the threads: it is tried once
+        return nullcontext(functools.partial(run_program, allow_network=allow_network))
+    if allow_network:
+        rule = "is for the sandbox of this machine; the server of sandbox_url has rules of its own"
+        raise ConfigError(explain("allow_network", allow_network, rule, "leave it, and configure the server"))
+    return SandboxFusion(url, headers)
+
+
+def _input_outputs(inputs: Sequence[Any], outputs: Sequence[Any], label: str) -> list[InputOutput | Assertions]:
+    for value in (*inputs, *outputs):
+        if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+            raise _refusal(label, f"has {type(value).__name__} for text", "give inputs and outputs as text")
+    tests = [InputOutput(str(given), str(expected)) for given, expected in zip(inputs, outputs, strict=True)]
+    if not any(test.stdout.strip() for test in tests):
+        raise _refusal(label, "expects no output: a program that does nothing would pass", "give what must be printed")
+    return list(tests)
+
+
+def _check_imports(tests: Sequence[InputOutput | Assertions], label: str) -> None:
+    """Raise DataError for a test that imports what no program finds in the sandbox of this machine."""
+    waiting: list[ast.AST] = [_parsed(test.code, label) for test in tests if isinstance(test, Assertions)]
+    while waiting:
+        node = waiting.pop()
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        for name in names:
+            if name.partition(".")[0] not in sys.stdlib_module_names:
+                rule = f"imports {name or 'a module of its package'}, and the sandbox has the standard library alone"
+                raise _refusal(label, rule, "write the test without it, or set sandbox_url to a server that has it")
+        if not isinstance(node, ast.Try):  # which may do without
+            waiting.extend(ast.iter_child_nodes(node))
+
+
+def _split(code: str, label: str) -> list[str]:
+    """Return each `assert` of `code` where it has nothing else, or all of it as one test."""
+    statements = _parsed(code, label).body
+    if statements and all(isinstance(statement, ast.Assert) for statement in statements):
+        return [ast.get_source_segment(code, statement) or "" for statement in statements]
+    return [code]
+
+
+def _assertions(code: str, label: str) -> Assertions:
+    if not _can_fail(_parsed(code, label)):
+        raise _refusal(label, f"has a test that checks nothing: {code[:80]!r}", "let it assert what the program does")
+    return Assertions(code)
+
+
+def _parsed(code: str, label: str) -> ast.Module:
+    try:
+        return ast.parse(code)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # the last for brackets too deep
+        raise _refusal(label, f"has a test that is no Python ({error})", "mend the test") from error
+
+
+def _can_fail(tree: ast.Module) -> bool:
+    """Return whether running `tree` can fail for what a program does: an assertion that is run, of something with a name."""
+    outside = list(_run_at_once(tree))
+    if any(map(_asserts, outside)):
+        return True
+    called = any(isinstance(node, ast.Call) for node in outside)
+    return called and any(map(_asserts, ast.walk(tree)))
+
+
+def _run_at_once(tree: ast.Module) -> Iterator[ast.AST]:
+    """Yield the nodes of `tree` that are not inside a function or a class."""
+    waiting: list[ast.AST] = list(tree.body)
+    while waiting:
+        node = waiting.pop()
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
+            yield node
+            waiting.extend(ast.iter_child_nodes(node))
+
+
+def _asserts(node: ast.AST) -> bool:
+    match node:
+        case ast.Try(body=body, handlers=handlers, orelse=orelse, finalbody=finalbody):
+            reached = [*handlers, *orelse, *finalbody, *([] if catches_assertions(node) else body)]
+            return any(map(_always_fails, reached))  # as `assert False` after what must raise
+        case ast.With(body=body) | ast.AsyncWith(body=body):
+            return not catches_assertions(node) and any(map(_always_fails, body))
+        case ast.If(test=condition, body=body, orelse=orelse):
+            named = any(isinstance(inner, ast.Name) for inner in ast.walk(condition))
+            return named and any(map(_always_fails, [*body, *orelse]))
+        case ast.Assert(test=ast.Tuple() | ast.List() | ast.Set() | ast.Dict()):
+            return False  # true whatever is in it, as `assert (f(1) == 2, "wrong")`
+        case ast.Assert(test=condition):
+            return any(isinstance(inner, ast.Name) for inner in ast.walk(condition))
+        case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)):
+            return name.startswith("assert")
+    return isinstance(node, ast.Raise)
+
+
+def _always_fails(statement: ast.AST) -> bool:
+    return any(
+        isinstance(node, ast.Assert) and isinstance(node.test, ast.Constant) and not node.test.value
+        for node in ast.walk(statement)
+    )
+
+
+def _refusal(label: str, rule: str, remedy: str) -> DataError:
+    return DataError(explain("label", label[:200], rule, remedy))

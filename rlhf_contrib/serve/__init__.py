@@ -1,0 +1,1 @@
+"""Serve a policy or a reward over HTTP."""

@@ -1,0 +1,103 @@
+"""Serve a reward function or a reward model over HTTP (`rlhf serve-reward`)."""
+
+import argparse
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import uvicorn
+from rich.console import Console
+
+from pipelines.cli.common import console, print_line, store_folder
+from pipelines.cli.find_model import find_model
+from pipelines.cli.try_reward import check_timeout, read_arguments
+from pipelines.services.home import Home
+from rlhf_contrib.serve.reward_server import (
+    Score,
+    ServerLimits,
+    as_it_stands,
+    create_app,
+    function_score,
+    rendered,
+    reward_model_score,
+)
+from rlhf_core.config.runtime import HFSamplerConfig, RuntimeConfig
+from rlhf_core.data.chat import ChatTemplate
+from rlhf_core.data.pieces import encode as encode_text
+from rlhf_core.errors import ConfigError
+from rlhf_core.http.serving import limited, listening
+from rlhf_core.interfaces import ModelSpec
+from rlhf_core.rewards.isolation import IsolatedReward, WorkerSettings
+from rlhf_core.rewards.model import Contract, verify_contract
+from rlhf_core.runtime.local_runtime import open_runtime
+from rlhf_core.schema.base import LONGEST_S
+from rlhf_core.schema.secrets import bearer
+from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.types import RewardModelRef
+
+LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
+
+
+def serve_reward(options: argparse.Namespace) -> None:
+    """Serve a reward over HTTP."""
+    serve(options, ArtifactStore(store_folder(options)), console)
+
+
+def serve(options: argparse.Namespace, store: ArtifactStore, console: Console) -> None:
+    """Serve until SIGTERM or Ctrl-C; pending requests are answered first."""
+    check_timeout(options.timeout_s)
+    if not 0 <= options.max_wait_ms <= 1000 * LONGEST_S:
+        rule = f"must be >= 0 and <= {1000 * LONGEST_S}"
+        raise ConfigError("--max-wait-ms", options.max_wait_ms, rule, "give another number")
+    token = read_token(options.token_env, host=options.host)
+    limits = ServerLimits(max_batch=options.max_batch, max_wait_s=options.max_wait_ms / 1000)
+    name = options.function or options.reward_model
+    with listening(options.host, options.port) as listener, open_score(options, store) as score:
+        host = f"[{options.host}]" if ":" in options.host else options.host
+        url = f"http://{host}:{listener.getsockname()[1]}/get_reward"
+        app = create_app(score, name=name, token=token, limits=limits)
+        config = limited(app, timeout_graceful_shutdown=int(options.timeout_s) + 1)
+        print_line(console, f"{name} at {url}  (/health, /metrics)")
+        with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it again for the signal that ended the server
+            uvicorn.Server(config).run(sockets=[listener])
+
+
+def read_token(token_env: str, *, host: str) -> str:
+    """Return the token in the environment variable, or "". Raise ConfigError if others could call without a token."""
+    if not token_env:
+        if host not in LOCAL_HOSTS:
+            rule = "other machines can reach this address, and no token is set"
+            raise ConfigError(
+                "--host", host, rule, "name the environment variable that holds a token: --token-env REWARD_TOKEN"
+            )
+        return ""
+    return bearer("--token-env", token_env)["Authorization"].removeprefix("Bearer ")
+
+
+@contextlib.contextmanager
+def open_score(options: argparse.Namespace, store: ArtifactStore) -> Iterator[Score]:
+    """Yield the scorer: the function in a process of its own, or the reward model, verified against its contract."""
+    if options.function:
+        settings = WorkerSettings(arguments=read_arguments(options.arguments))
+        with IsolatedReward("served", options.function, timeout_s=options.timeout_s, settings=settings) as reward:
+            yield function_score(reward.outcome)
+        return
+    ref, which = find_model(RewardModelRef, options.reward_model, options.profile, store, Home.here().make())
+    print_line(console, which)
+    with open_reward_model(store.path(ref), options) as score:
+        yield score
+
+
+@contextlib.contextmanager
+def open_reward_model(folder: Path, options: argparse.Namespace) -> Iterator[Score]:
+    """Yield a scorer for the reward model in `folder`, which reads text as the score stage reads tokens."""
+    contract, chat = Contract.read(folder), ChatTemplate.load(folder)
+    encode = rendered(chat.answered_ids) if options.render else as_it_stands(partial(encode_text, chat.tokenizer))
+    runtime = open_runtime(RuntimeConfig(type="local", sampler=HFSamplerConfig()))
+    try:
+        with runtime.trainer("reward_model", ModelSpec(str(folder), head="score", lora=None, seed=0), None) as trainer:
+            verify_contract(trainer, contract)
+            yield reward_model_score(trainer, encode, max_length=contract.max_length)
+    finally:
+        runtime.close()

@@ -1,0 +1,2 @@
+from tests.pipelines.conftest import home as home
+from tests.pipelines.conftest import no_servers_of_the_user as no_servers_of_the_user
