@@ -111,6 +111,7 @@ AGENTS = {
 WORDS = {
     "import-openrlhf": ["import-openrlhf", "train.sh"],
     "plan --estimate": ["plan", "tiny/full", "--estimate"],
+    "rehearse": ["rehearse", "tiny/full"],
     "sweep": ["sweep", "tiny/full"],
 }
 
