@@ -30,7 +30,7 @@ FLASH = "pip install 'rlhf-lifecycle[flash-attn]'"
 def missing_packages(config: PipelineConfig, nodes: Iterable[Node]) -> Iterator[str]:
     """Yield a problem for each option whose package is not installed."""
     trainer, sampler = config.runtime.trainer, config.runtime.sampler
-    wanted = [
+    wanted: list[tuple[str, object, object, str, str]] = [
         ("runtime.trainer.attention", trainer.attention, "flash_attention_2", "flash_attn", FLASH),
         ("runtime.trainer.liger", trainer.liger, True, "liger_kernel", KERNELS),
         ("runtime.trainer.engine", trainer.engine, "deepspeed", "deepspeed", "pip install 'rlhf-lifecycle[cpu]'"),

@@ -112,7 +112,8 @@ def cut_lora(config: LoraConfig) -> Changes:
 
 def cut_loop(config: LoopConfig) -> Changes:
     """Two optimizer steps of small batches. Policies that are exported on the way are made at other steps."""
-    return {"epochs": 1, "max_steps": STEPS, "eval_every": 1, "checkpoint_every": 1} | lower(config, batch_size=BATCH)
+    once = {"epochs": 1, "max_steps": STEPS, "eval_every": 1, "checkpoint_every": 1}
+    return {**once, **lower(config, batch_size=BATCH)}
 
 
 def cut_policy_optimization(config: PPOConfig) -> Changes:
@@ -196,7 +197,7 @@ def cut_selection(config: Any) -> Changes:
     if isinstance(config, SynthesizeConfig):
         # What random weights write holds no pattern.
         found |= {} if config.server else {"pattern": ""}
-        found |= {"min_characters": 1, "max_characters": 0} | cut_answers(config)
+        found |= {"min_characters": 1, "max_characters": 0, **cut_answers(config)}
     return found
 
 
@@ -268,7 +269,7 @@ def join(key: str, name: str) -> str:
 
 def exported_names(config: PipelineConfig) -> dict[str, str]:
     """The names of policies that trainings export on their way, and their names after the cut: a step apart."""
-    found = {}
+    found: dict[str, str] = {}
     for node in config.steps():
         found |= {name: f"{node.label}_{at}" for at, name in enumerate(node.exported, start=1)}
     return found

@@ -128,7 +128,7 @@ def text_size(turns: Sequence[Any]) -> int:
 
 def measure(rows: Sequence[Any], chat: ChatTemplate) -> dict[str, Any]:
     """The most tokens of a prompt and of a whole row, and the id of the longest row."""
-    found = {"rows": len(rows), "prompt": 0, "row": 0, "id": ""}
+    found: dict[str, Any] = {"rows": len(rows), "prompt": 0, "row": 0, "id": ""}
     for row in sorted(rows, key=characters, reverse=True)[:MEASURED]:
         prompt, answers = parts(row)
         try:

@@ -227,7 +227,7 @@ class Run:
             engines={},
         )
         made = expect(self._execute(few), PreparedDataRef, few.label)
-        measured = read_json(self.store.path(made) / rows.LENGTHS)
+        measured: dict[str, Any] = read_json(self.store.path(made) / rows.LENGTHS) or {}
         self.lengths |= {f"{spec.label}/{name}": one for name, one in measured.items()}
         longest = max(measured, key=lambda name: measured[name]["row"])
         tokens, row = measured[longest]["row"], measured[longest]["id"]

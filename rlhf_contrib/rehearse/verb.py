@@ -1,6 +1,7 @@
 """Print what a rehearsal cut, what ran, and each problem (`rlhf rehearse`)."""
 
 import argparse
+import logging
 import os
 import time
 from collections import Counter
@@ -8,11 +9,13 @@ from dataclasses import asdict
 
 from pipelines.cli.common import console, print_json, print_line
 from pipelines.flows.profile import load_profile
+from pipelines.services.home import Home
 from rlhf_contrib.rehearse.problems import Rehearsal
-from rlhf_contrib.rehearse.runner import rehearse
 
 EXIT_PROBLEMS = 1
 CLUSTER = "RAY_ADDRESS"
+QUIET = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+"""Settings of libraries, whose reports on random weights say nothing."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -20,6 +23,11 @@ def run(options: argparse.Namespace) -> int:
     began = time.monotonic()
     config = load_profile(options.profile, options.overrides)
     os.environ.pop(CLUSTER, None)  # a rehearsal starts its engines here, and takes no part of a cluster
+    os.environ.update(QUIET)
+    log = Home.here().make().logs / "rehearse.log"
+    logging.basicConfig(filename=log, filemode="w", force=True)
+    from rlhf_contrib.rehearse.runner import rehearse  # transformers, which reads these settings when it is imported
+
     quiet = options.json
     found = rehearse(config, show=lambda line: None if quiet else print_line(console, line))
     seconds = time.monotonic() - began
@@ -29,6 +37,7 @@ def run(options: argparse.Namespace) -> int:
         print_json(values | {"problems": [asdict(one) for one in found.problems], "seconds": round(seconds, 1)})
     else:
         print_report(found, options.profile, seconds)
+        print_line(console, f"warnings and tracebacks: {log}")
     return EXIT_PROBLEMS if found.problems else 0
 
 

@@ -227,10 +227,14 @@ def outline(nodes, names):
     """Labels, stages and inputs of nodes, with the names of policies that are exported at other steps."""
     found = []
     for node in nodes:
-        inputs = {kind: [names.get(name, name) for name in read] for kind, read in node.reads().items()}
-        label = "/".join(names.get(part, part) for part in node.label.split("/"))
-        found.append((label, node.stage, inputs))
+        inputs = {kind: [renamed(name, names) for name in read] for kind, read in node.reads().items()}
+        found.append((renamed(node.label, names), node.stage, inputs))
     return found
+
+
+def renamed(label, names):
+    """A label in which each part has its other name."""
+    return "/".join(names.get(part, part) for part in label.split("/"))
 
 
 @pytest.mark.slow
