@@ -9,7 +9,7 @@ PACKAGE = "rlhf-lifecycle"
 SERVERS = ("prefect", "mlflow")
 ENGINES = ("torch", "transformers", "ray", *SERVERS)
 NEEDS: dict[str, Sequence[str]] = {
-    **dict.fromkeys(("run", "sweep", "reproduce", "worker"), ENGINES),
+    **dict.fromkeys(("run", "rehearse", "sweep", "reproduce", "worker"), ENGINES),
     **dict.fromkeys(("up", "deploy"), SERVERS),
 }
 """Command -> the modules it needs, where it would use them only after work, or in another process.

@@ -36,7 +36,7 @@ EXIT_PIPE = 141  # 128 + SIGPIPE: what read the output has ended, as `head` does
 DESCRIPTION = """Train language models from human feedback as cached, resumable stages. A profile (a TOML file) holds all
 settings of a pipeline; `--set KEY=VALUE` changes one of them."""
 EPILOG = """`rlhf COMMAND --help` describes a command, `rlhf --version` prints the version. Exit status: 0 success,
-1 a difference (`reproduce`) or a failure (`sweep`, `status`, `doctor`), 2 invalid input, 69 budget spent, 74 disk full
+1 a difference (`reproduce`) or a failure (`rehearse`, `sweep`, `status`, `doctor`), 2 invalid input, 69 budget spent, 74 disk full
 or output not written, 75 waiting for a person, 77 blocked by a gate, 130 interrupted, 141 reader of a pipe has ended."""
 EXAMPLES = """examples:
   rlhf init my_desk              a folder with a profile, a reward, rows and a README
@@ -44,7 +44,7 @@ EXAMPLES = """examples:
   rlhf run tiny/full             run them; finished stages are reused"""
 GROUPS = {
     "start": ("init", "profiles", "schema", "completion", "data", "try-reward", "doctor"),
-    "run": ("plan", "explain", "run", "sweep", "resume", "runs"),
+    "run": ("plan", "explain", "rehearse", "run", "sweep", "resume", "runs"),
     "results": ("show", "diff", "reproduce", "chat", "serve", "serve-reward", "store", "usage"),
     "decisions": ("judge", "approve", "reject", "champion", "rollback", "audit"),
     "services": ("up", "deploy", "worker", "down", "status", "reconcile", "scaffold"),
@@ -68,6 +68,7 @@ VERBS = {
     "down": "pipelines.cli.serve_verb:down",
     "status": "pipelines.cli.serve_verb:status",
     "run": "pipelines.cli.run_command:run",
+    "rehearse": "rlhf_contrib.rehearse.verb:run",
     "sweep": "rlhf_contrib.sweep.verb:sweep",
     "data": "pipelines.cli.data_verb:data",
     "try-reward": "pipelines.cli.try_reward:try_reward",
@@ -300,6 +301,9 @@ def _parser() -> argparse.ArgumentParser:
     _scaffold_verb(command("scaffold", "Write the files with which a place runs profiles: Slurm, Kubernetes, ..."))
     _run_verb(command("run", "Run a pipeline on this machine; finished stages are reused."))
     _sweep_verb(command("sweep", "Run a profile with several values of its keys and compare the results."))
+    _rehearse_verb(
+        command("rehearse", "Run the whole graph of a profile with tiny models and few rows; list problems.")
+    )
     data = command("data", "Show what data files hold: format, columns, dropped rows with reasons, two rows, tables.")
     _data_verb(data)
     _try_reward_verb(command("try-reward", "Call a reward function on answers, as a run would."))
@@ -365,6 +369,12 @@ def _scaffold_verb(scaffold: argparse.ArgumentParser) -> None:
     places = ("container", "kubernetes", "server", "slurm")
     scaffold.add_argument("place", choices=places, help="where profiles are to run")
     scaffold.add_argument("--out", required=True, metavar="DIR", help="folder for the files")
+
+
+def _rehearse_verb(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("profile", help=PROFILE_HELP)
+    _set_option(parser, "change a key of the profile; may be repeated")
+    _json_option(parser)
 
 
 def _data_verb(data: argparse.ArgumentParser) -> None:
