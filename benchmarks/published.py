@@ -109,6 +109,8 @@ class Publication:
     length: int = 2048
     """Tokens of a row: with a published average, that."""
     prompt: int = 512
+    longest: int = 0
+    """Tokens of the longest row, if `length` is an average."""
     micro_batch: int = 1
     train_workers: int = 0
     """0: all GPUs train, and engines share them."""
@@ -183,15 +185,27 @@ PUBLISHED = (
         trainer=OFFLOAD | RESTING,
     ),
     Publication(
-        *(NEMO, "Llama 3 8B", "grpo", "h100", 16, True, 97.7), rows=2048, length=1060, prompt=160, micro_batch=4
+        *(NEMO, "Llama 3 8B", "grpo", "h100", 16, True, 97.7),
+        rows=2048,
+        length=1060,
+        longest=4096,
+        prompt=160,
+        micro_batch=4,
     ),
     Publication(
-        *(NEMO, "Qwen3 32B", "grpo", "h100", 32, True, 393), rows=2048, length=3206, prompt=160, micro_batch=4, parallel=4
+        *(NEMO, "Qwen3 32B", "grpo", "h100", 32, True, 393),
+        rows=2048,
+        length=3206,
+        longest=4096,
+        prompt=160,
+        micro_batch=4,
+        parallel=4,
     ),
     Publication(
         *(NEMO, "Qwen3 30B-A3B", "grpo", "h100", 32, True, 225),
         rows=2048,
         length=3154,
+        longest=4096,
         prompt=160,
         micro_batch=4,
         parallel=4,
@@ -203,6 +217,7 @@ PUBLISHED = (
         prompt=1024,
         micro_batch=8,
         parallel=2,
+        trainer=RESTING,
         sampler={"gpu_memory_fraction": 0.5},
     ),
     Publication(
@@ -254,6 +269,7 @@ PUBLISHED = (
         engines=4,
         parallel=2,
         trainer=OFFLOAD,
+        sampler={"gpu_memory_fraction": 0.95},
     ),
     Publication(
         *(OPENRLHF, "Mixtral 8x7B", "sft", "a100", 8, True),
@@ -373,11 +389,12 @@ def _runtime(one: Publication) -> RuntimeConfig:
 def _phase(one: Publication) -> Phase:
     model, tokens = shape(one.model), one.micro_batch * one.length
     lora = LoraConfig(rank=one.rank) if one.rank else None
-    policy = Role("policy", model, True, tokens, lora=lora)
+    lends = bool(lora) and one.work != "sft"  # adapters that are switched off leave the reference
+    policy = Role("policy", model, True, tokens, lora=lora, measures=1 + lends)
     if one.work == "sft":
         return Phase((policy,))
     roles = [policy]
-    if not lora:  # adapters that are switched off leave the reference
+    if not lends:
         roles.append(Role("reference", model, False, tokens))
     if one.work == "ppo":
         scores = model.without_head()
@@ -388,8 +405,9 @@ def _phase(one: Publication) -> Phase:
 
 def _step(one: Publication) -> Step:
     if one.work == "sft":
-        return Step(one.rows * one.length)
-    return Step(one.rows * one.length, 1, one.rows, one.length - one.prompt, one.prompt)
+        return Step(one.rows * one.length, length=one.length)
+    answer, longest = one.length - one.prompt, max(0, one.longest - one.prompt)
+    return Step(one.rows * one.length, 1, one.rows, answer, one.prompt, length=one.length, longest=longest)
 
 
 def ratio(one: Publication, made: Estimate) -> float | None:
@@ -455,7 +473,7 @@ def main() -> int:
         print(line)
     if words.terms:
         for one, made in pairs:
-            print(f"\n{one.model}, {one.gpus} {one.card}: {({k: round(v, 2) for k, v in made.seconds.items()})}")
+            print(f"\n{one.model}, {one.gpus} {one.card}: { ({k: round(v, 2) for k, v in made.seconds.items()}) }")
             for load in made.loads:
                 print(f"  {load.where} ({load.moment}): {parts(load)}")
     return 0

@@ -13,9 +13,9 @@ from rlhf_core.store.fingerprint import canonical_json, sha256_text
 from rlhf_core.user_code.dependencies import user_code_digest
 
 PROFILES = {
-    "multi_node/full": ("8203a508cf454d48", "dab9bced7aae97f9"),
-    "one_gpu/full": ("0624df10d7132b92", "bd0a57faaf7f1ef2"),
-    "one_node/full": ("f913cee988a5045b", "97042f38113e1357"),
+    "multi_node/full": ("bf75dde65ccfced6", "d9bb2cc3bf094a91"),
+    "one_gpu/full": ("2e7fcb5ccb623de5", "88fa6ecf866de733"),
+    "one_node/full": ("562149b4ffe2494e", "1707abdc186658c1"),
     "reports/base": ("226964ad1db32c66", "ad9467476a249113"),
     "reports/deepseek_r1": ("c37296c2aeddaf44", "4d6e215df37b3ca7"),
     "reports/kimi_k2": ("ec41f8b129e87e7a", "22c81002909d3dc2"),
