@@ -16,9 +16,9 @@ from rlhf_core.user_code.former_digests import FORMER_DIGESTS
 from rlhf_core.user_code.modules import load_callable
 
 PROFILES = {
-    "multi_node/full": ("8203a508cf454d48", "dab9bced7aae97f9"),
-    "one_gpu/full": ("0624df10d7132b92", "bd0a57faaf7f1ef2"),
-    "one_node/full": ("f913cee988a5045b", "97042f38113e1357"),
+    "multi_node/full": ("bf75dde65ccfced6", "d9bb2cc3bf094a91"),
+    "one_gpu/full": ("2e7fcb5ccb623de5", "88fa6ecf866de733"),
+    "one_node/full": ("562149b4ffe2494e", "1707abdc186658c1"),
     "reports/base": ("36f8e271ca6595f3", "c329c4d3e1c1ae95"),
     "reports/deepseek_r1": ("33c0c734491b2334", "7e8ec59ef4e28142"),
     "reports/kimi_k2": ("15a0d7f2d3aaa293", "979286f3ad5d61c5"),

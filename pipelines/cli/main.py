@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import importlib
+import importlib.util
 import io
 import os
 import signal
@@ -99,8 +100,10 @@ VERBS = {
 }
 """Command -> its function, which takes the parsed options. Only the module of the command is imported.
 
-This table is the only place where the core names `rlhf_contrib`.
+This table and the next line are the only places where the core names `rlhf_contrib`.
 """
+WHEN_PLANNED = "rlhf_contrib.planner.verb:warn_of_memory"
+"""What a run that has planned calls, if the topic is installed."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -403,7 +406,12 @@ def _plan_verb(plan: argparse.ArgumentParser) -> None:
     plan.add_argument(
         "--estimate", action="store_true", help="predict memory and time of each stage; refuse what does not fit"
     )
-    plan.add_argument("--on", default="", metavar="HARDWARE", help="h100 (default with GPUs), h200, a100-80g, or cpu")
+    plan.add_argument(
+        "--on", default="", metavar="HARDWARE", help="h100 (default with GPUs), a100, rtx4090, ..., or cpu"
+    )
+    plan.add_argument(
+        "--host-gib", type=float, default=0.0, help="with --estimate: host memory of a node of GPUs, in GiB"
+    )
     plan.add_argument("--terms", action="store_true", help="with --estimate: print what each memory is made of")
     _json_option(plan)
 
@@ -620,6 +628,13 @@ def _verb(options: argparse.Namespace) -> Callable[[argparse.Namespace], int | N
     module, function = VERBS[name].split(":")
     found: Callable[[argparse.Namespace], int | None] = getattr(importlib.import_module(module), function)
     return found
+
+
+def when_planned(*arguments: Any) -> None:
+    """Call `WHEN_PLANNED` with the configuration, the planned stages and the store of a run."""
+    module, function = WHEN_PLANNED.split(":")
+    if importlib.util.find_spec(module.partition(".")[0]) is not None:
+        getattr(importlib.import_module(module), function)(*arguments)
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:

@@ -100,6 +100,9 @@ def shown_run(
         tally = Tally(display)
         planned = plan_run(config, lifecycle, wanted, store=store)
         display.expect(planned, outlook(planned, store))
+        from pipelines.cli.main import when_planned  # it imports this module for its command
+
+        when_planned(config, planned, store)
         note = note_of(config, wanted, home)
         # A run that this one finishes is closed on Prefect's and MLflow's pages, too.
         watched = is_watched(home) or note.finishes_another()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pipelines.execution.plan import PlannedStage
-from rlhf_contrib.planner.hardware import CONTEXT, CPU, MFU, PCIE, Hardware
+from rlhf_contrib.planner.hardware import COMMUNICATOR, CONTEXT, CPU, DECODING, EXPERTS, GIB, Hardware
 from rlhf_contrib.planner.memory import BYTES, RankMemory, Role, human, larger, rank_memory, zero_stage
 from rlhf_contrib.planner.sizes import ModelShape
 from rlhf_contrib.planner.stage_models import Phase, Shapes, Step, phases, step_of
@@ -20,11 +20,12 @@ from rlhf_core.config.runtime import RuntimeConfig, VllmSamplerConfig, VllmServe
 from rlhf_core.errors import ConfigError
 from rlhf_core.store.artifacts import ArtifactStore
 
-GIB = float(1 << 30)
 GRAPHS = 2e9
 """Bytes of an engine beside weights and KV cache: CUDA graphs, activations, sampling. An allowance, not measured."""
 ASLEEP = 1.5e9
 """Bytes of a sleeping engine: its context and graphs."""
+SENDING = 2 * GIB
+"""Bytes on either side of a transfer by NCCL: two buffers of 1 GiB (`packed_num_buffers` of vllm.distributed.weight_transfer)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,7 @@ def _loads(phase: Phase, runtime: RuntimeConfig, on: Hardware) -> Iterator[Load]
     pools = {name: [one for one in phase.roles if runtime.pool_of(one.name) == name] for name in ("", *runtime.pools)}
     worst = {name: _worst(roles, memories) for name, roles in pools.items()}
     engine = engine_bytes(phase.sampled, runtime, on) if phase.sampled else {}
-    host = host_bytes(phase.roles, memories, runtime, on)
+    host = host_bytes(phase, memories, runtime, on)
     if on.name == CPU:
         workers = {name: runtime.in_pool(name).train_workers for name in pools}
         ranks = {
@@ -128,10 +129,15 @@ def _loads(phase: Phase, runtime: RuntimeConfig, on: Hardware) -> Iterator[Load]
         own = {role.label: memories[role.label] for role in pools[""]}
         yield Load("shared GPU", on.memory, *_shared(trained, own, engine, moment, runtime))
     else:
+        sent = by_nccl(phase, runtime, on)
         if trained:
-            yield Load("train GPU", on.memory, context | trained, moment)
+            if sent:  # rank 0 sends while no model trains, so buffers count only where they make the worst moment
+                trained, moment = _sending(trained, moment, memories)
+            group = {"NCCL to the engines": COMMUNICATOR} if sent else {}
+            yield Load("train GPU", on.memory, context | group | trained, moment)
         if engine:
-            yield Load("engine GPU", on.memory, engine)
+            received = {"NCCL from the trainer": COMMUNICATOR, "buffers of a sync": SENDING} if sent else {}
+            yield Load("engine GPU", on.memory, engine | received)
     for name, (terms, moment) in worst.items():
         if terms:
             yield Load(f"GPU of pool {name}", on.memory, context | terms, moment)
@@ -162,6 +168,14 @@ def _worst(roles: Sequence[Role], memories: Mapping[str, RankMemory]) -> tuple[d
             if sum(now.values()) > sum(worst.values()):
                 worst, name = now, f"{MOMENTS[moment]} the {role.label.replace('_', ' ')}"
     return worst, name
+
+
+def _sending(worst: dict[str, float], moment: str, memories: Mapping[str, RankMemory]) -> tuple[dict[str, float], str]:
+    """The worse of `worst` and of rank 0 that sends its weights by NCCL."""
+    kept = {f"{name} {term}": size for name, memory in memories.items() for term, size in memory.resident.items()}
+    gathered = max((sum(memory.moments.get("sync", {}).values()) for memory in memories.values()), default=0.0)
+    now = kept | {"buffers of a sync": SENDING, "weights being gathered": gathered}
+    return (now, "handing out the policy") if sum(now.values()) > sum(worst.values()) else (worst, moment)
 
 
 MOMENTS = {
@@ -224,13 +238,14 @@ def kv_tokens(shape: ModelShape, runtime: RuntimeConfig, on: Hardware) -> float 
 
 
 def host_bytes(
-    roles: Sequence[Role], memories: Mapping[str, RankMemory], runtime: RuntimeConfig, on: Hardware
+    phase: Phase, memories: Mapping[str, RankMemory], runtime: RuntimeConfig, on: Hardware
 ) -> dict[str, float]:
-    """Return the bytes of host memory of the fullest node: its ranks' offloaded states and copies.
+    """Return the bytes of host memory of the fullest node: what its ranks and engines keep there, and copies.
 
     The files of models are mapped, and in the page cache of a node once, which gives them back when it is short.
     """
-    ranks = {role.label: min(runtime.of(role.name).train_workers, on.per_node) for role in roles}
+    roles = phase.roles
+    ranks = _ranks_of_fullest_node(roles, memories, runtime, on)
     kept = {
         f"{name} {term}": number * ranks[name]
         for name, memory in memories.items()
@@ -240,12 +255,42 @@ def host_bytes(
     def used(moment: str) -> dict[str, float]:
         return {name: sum(memory.host_moments.get(moment, {}).values()) for name, memory in memories.items()}
 
-    # Checkpoints of all trained models are written at the same time; weights are handed out by one rank.
-    saved = sum(size * ranks[name] for name, size in used("save").items())
-    sent = max(used("sync").values(), default=0.0)
+    # Checkpoints are copied one model after the other; weights are handed out by one rank, through Ray's store.
+    saved = max((size * ranks[name] for name, size in used("save").items()), default=0.0)
+    by_host = phase.samples_first and phase.sampled is not None and not by_nccl(phase, runtime, on)
+    sent = max(used("sync").values(), default=0.0) if by_host else 0.0
     updated = max((size * ranks[name] for name, size in used("train").items()), default=0.0)
-    copies = larger({"checkpoint copies": saved}, {"weights handed out": 2 * sent}, {"update": updated})
-    return kept | copies
+    copies = [{"checkpoint copies": saved}, {"weights handed out": sent}, {"update": updated}]
+    if phase.sampled and runtime.sampler.needs().sleeps:
+        engine = engine_bytes(phase.sampled, runtime, on)["engine weights"]
+        kept["engine weights, asleep"] = engine * min(_engine_gpus(runtime), on.per_node)
+    if phase.sampled and runtime.trainer.sleep:
+        resting = sum(
+            memories[role.label].total * ranks[role.label] for role in roles if not runtime.pool_of(role.name)
+        )
+        copies.append({"train workers, asleep": resting})
+    return kept | larger(*copies)
+
+
+def _ranks_of_fullest_node(
+    roles: Sequence[Role], memories: Mapping[str, RankMemory], runtime: RuntimeConfig, on: Hardware
+) -> dict[str, int]:
+    """Label of each role -> its ranks on the node with most in host memory: those of pools that keep most come first."""
+    kept = defaultdict[str, float](float)
+    for role in roles:
+        kept[runtime.pool_of(role.name)] += sum(memories[role.label].host.values())
+    free, ranks = on.per_node, dict[str, int]()
+    for pool in sorted(kept, key=lambda name: -kept[name]):
+        ranks[pool] = min(runtime.in_pool(pool).train_workers, free)
+        free -= ranks[pool]
+    return {role.label: ranks[runtime.pool_of(role.name)] for role in roles}
+
+
+def by_nccl(phase: Phase, runtime: RuntimeConfig, on: Hardware) -> bool:
+    """True if the policy's weights travel by NCCL: from GPUs to others, whole."""
+    sends = phase.samples_first and phase.sampled is not None
+    needs = runtime.sampler.needs()
+    return sends and on.name != CPU and not runtime.shares_gpus and needs.device_transfer
 
 
 # ---------------------------------------------------------------- time
@@ -254,37 +299,67 @@ def host_bytes(
 def step_seconds(
     roles: Sequence[Role], sampled: ModelShape | None, step: Step, runtime: RuntimeConfig, on: Hardware
 ) -> dict[str, float]:
-    """Return the seconds of one step by part: sample, measure, train, sync. Pools compute at the same time."""
-    trainer, workers = runtime.trainer, runtime.train_workers
+    """Return the seconds of one step by part: sample, measure, train, sync, sleep. Pools compute at the same time."""
+    trainer = runtime.trainer
     seconds: dict[str, float] = {}
     if sampled is not None and step.answers:
         seconds["sample"] = sample_seconds(sampled, step, runtime, on)
     measured, trained = defaultdict[str, float](float), defaultdict[str, float](float)
-    once = 0 if not step.answers else step.trained
     for role in roles:
         own, pool = runtime.of(role.name), "" if on.name == CPU else runtime.pool_of(role.name)
         # On CPUs all workers share the cores.
-        flops = on.flops * (MFU * own.train_workers if on.name != CPU else 0.5)
-        gathers = _gather_seconds(role, once or step.trained, own, on)
-        if once:
-            measured[pool] += role.measures * max(2.0 * role.shape.active * once / flops, gathers)
+        speed = on.flops * on.mfu * (own.train_workers if on.name != CPU else 1)
+        gathers = _gather_seconds(role, step.trained, own, on)
+        if step.answers:
+            measured[pool] += role.measures * max(products(role, step, linear=2) / speed, gathers)
         if role.trained:
-            work = (4 if role.lora else 6) + 2 * trainer.gradient_checkpointing
-            trained[pool] += step.epochs * max(work * role.shape.active * step.trained / flops, 3 * gathers)
+            again = 2 * trainer.gradient_checkpointing
+            work = products(role, step, linear=(4 if role.lora else 6) + again, attention=6 + again)
+            trained[pool] += step.epochs * max(work / speed, 3 * gathers)
             if trainer.offload_optimizer and zero_stage(role, own.trainer):
                 moved = 6.0 * role.trained_parameters / own.train_workers  # gradients out, weights back
-                trained[pool] += moved / PCIE
+                trained[pool] += moved / on.pcie
     if measured:
         seconds["measure"] = max(measured.values())
     seconds["train"] = max(trained.values(), default=0.0)
-    policy = next((role for role in roles if role.trained and role.name == "policy"), None)
-    if step.answers and policy is not None and sampled is not None:
-        alone = runtime.sampler.needs().adapters and policy.lora is not None
-        weights = BYTES[trainer.dtype] * (policy.trained_parameters if alone else policy.shape.parameters)
-        by_host = on.name != CPU and (alone or (runtime.train_workers > 1 and runtime.shares_gpus))
-        across = on.link if workers + _engine_gpus(runtime) <= on.per_node else on.network
-        seconds["sync"] = weights / (PCIE if by_host else across)
+    if step.answers and sampled is not None:
+        policy = next((role for role in roles if role.trained and role.name == "policy"), None)
+        if policy is not None:
+            seconds["sync"] = _sync_seconds(policy, runtime, on)
+        slept = _sleep_seconds(roles, sampled, runtime, on)
+        seconds |= {"sleep": slept} if slept else {}
     return seconds
+
+
+def products(role: Role, step: Step, *, linear: int, attention: int = 2) -> float:
+    """The operations of passes over the samples of a step, as of a dense model; `linear` and `attention` are 2 for each pass.
+
+    A pass multiplies each token with each weight, and in attention with the keys and the values of half of its row, since
+    no token sees those after it. Adapters save the products for gradients of weights, which attention does not have.
+    """
+    over = attention * role.shape.layers * role.shape.query_width * step.length
+    total = step.trained * (float(linear * role.shape.active) + over)
+    return total / EXPERTS if role.shape.sparse else total
+
+
+def _sync_seconds(policy: Role, runtime: RuntimeConfig, on: Hardware) -> float:
+    """Seconds in which rank 0 sends the weights of the policy, or its adapters."""
+    alone = runtime.sampler.needs().adapters and policy.lora is not None
+    number = policy.trained_parameters if alone else policy.shape.parameters
+    weights = BYTES[runtime.trainer.dtype] * number
+    by_host = on.name != CPU and (alone or (runtime.train_workers > 1 and runtime.shares_gpus))
+    across = on.link if runtime.train_workers + _engine_gpus(runtime) <= on.per_node else on.card
+    return weights / (on.pcie if by_host else across)
+
+
+def _sleep_seconds(roles: Sequence[Role], sampled: ModelShape, runtime: RuntimeConfig, on: Hardware) -> float:
+    """Seconds in which engines and train workers move to host memory, and back."""
+    moved = 0.0
+    if runtime.sampler.needs().sleeps:
+        moved += engine_bytes(sampled, runtime, on)["engine weights"]
+    if runtime.trainer.sleep:
+        moved += sum(_memory(role, runtime, on).total for role in roles if not runtime.pool_of(role.name))
+    return 2 * moved / on.pcie
 
 
 def _engine_gpus(runtime: RuntimeConfig) -> int:
@@ -293,12 +368,16 @@ def _engine_gpus(runtime: RuntimeConfig) -> int:
 
 
 def _gather_seconds(role: Role, tokens: int, runtime: RuntimeConfig, on: Hardware) -> float:
-    """Return the seconds in which ZeRO 3 gathers the weights once for each micro-batch of a rank."""
-    if zero_stage(role, runtime.trainer) != 3 or runtime.train_workers == 1:
+    """Return the seconds in which ZeRO 3 gathers the weights once for each micro-batch of a rank.
+
+    A rank receives the parts of all others at `busbw`.
+    """
+    workers = runtime.train_workers
+    if zero_stage(role, runtime.trainer) != 3 or workers == 1:
         return 0.0
-    link = on.link if runtime.train_workers <= on.per_node else on.network
-    passes = math.ceil(tokens * runtime.trainer.ranks_per_share / (runtime.train_workers * role.tokens))
-    return passes * BYTES[runtime.trainer.dtype] * role.parameters / link
+    link = on.link if workers <= on.per_node else on.network
+    passes = math.ceil(tokens * runtime.trainer.ranks_per_share / (workers * role.tokens))
+    return passes * BYTES[runtime.trainer.dtype] * role.parameters * (workers - 1) / workers / link
 
 
 def sample_seconds(shape: ModelShape, step: Step, runtime: RuntimeConfig, on: Hardware) -> float:
@@ -310,13 +389,18 @@ def sample_seconds(shape: ModelShape, step: Step, runtime: RuntimeConfig, on: Ha
     held = kv_tokens(shape, runtime, on)
     most = each if held is None else held / (step.prompt_tokens + step.answer_tokens)
     together = max(1.0, min(each, most, getattr(sampler, "max_num_seqs", None) or each))
-    flops = on.flops * (MFU if on.name != CPU else 0.5 / engines)
+    flops = on.flops * on.mfu / (1 if on.name != CPU else engines)
     prompts = 2.0 * shape.active * each * step.prompt_tokens / (parallel * flops)
     length = step.prompt_tokens + step.answer_tokens / 2
-    read = BYTES[dtype] * shape.active + together * length * kv_token_bytes(shape, dtype)
-    products = 2.0 * shape.active * together / flops
-    token = max(read / on.bandwidth, products) / parallel
-    return prompts + token * step.answer_tokens * math.ceil(each / together)
+    # The answers of a batch go to different experts, until all are read.
+    weights = min(float(shape.parameters), shape.active * together)
+    read = BYTES[dtype] * weights + together * length * kv_token_bytes(shape, dtype)
+    multiplied = 2.0 * shape.active * together / flops
+    token = max(read / (on.bandwidth * DECODING), multiplied) / parallel
+    # The last answers are alone with the weights.
+    late = max(0, step.longest - step.answer_tokens)
+    last = late * BYTES[dtype] * shape.active / (parallel * on.bandwidth * DECODING)
+    return prompts + token * step.answer_tokens * math.ceil(each / together) + last
 
 
 # ---------------------------------------------------------------- what does not fit
@@ -403,7 +487,10 @@ def mends(runtime: RuntimeConfig, on: Hardware) -> Iterator[tuple[str, Any, Runt
         if not trainer.offload_optimizer and trainer.zero_stage == 3:
             least = with_trainer(runtime, offload_optimizer=True, micro_batch=1)
             steps.append(("runtime.trainer.offload_optimizer and runtime.trainer.micro_batch = 1", True, least))
-    if trainer.engine == "deepspeed" and on.name != CPU:
+    spread = (
+        runtime.shares_gpus and runtime.sampler.needs().tensor_parallel > 1
+    )  # then engines decide the number of ranks
+    if trainer.engine == "deepspeed" and on.name != CPU and not spread:
         for factor in (2, 4, 8):
             more = runtime.train_workers * factor
             steps.append(("runtime.train_workers", more, runtime.model_copy(update={"train_workers": more})))

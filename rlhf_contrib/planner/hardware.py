@@ -1,18 +1,25 @@
 """Describe the machines of `rlhf plan --estimate`: memory, speed and links, from data sheets; nothing is measured here."""
 
 import os
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from rlhf_core.config.runtime import RuntimeConfig
 from rlhf_core.errors import ConfigError, nearest
 
 CONTEXT = 2e9
 """Bytes of a GPU that each process takes beside tensors: the CUDA context, cuBLAS and NCCL. An allowance, not measured."""
-MFU = 0.4
-"""Share of the peak that matrix products reach in training: 38 to 43 % in arXiv 2407.21783, table 4, on H100s. Short rows
-and padding lower it."""
-PCIE = 25e9
-"""Bytes a second between a GPU and its host in one direction: PCIe 4.0 with 16 lanes has 32e9."""
+COMMUNICATOR = 0.5e9
+"""Bytes of a GPU for one more NCCL communicator, over which weights are sent: buffers of 32 channels, each of 4 MiB and to
+two neighbors (`NCCL_BUFFSIZE` in NCCL's documentation), and those of small messages."""
+DECODING = 0.6
+"""Share of the peak bandwidth that an engine reaches when it decodes: 55 to 60 % on A100 and H100
+(databricks.com/blog/llm-inference-performance-engineering-best-practices, model bandwidth utilization)."""
+EXPERTS = 0.4
+"""Speed of a mixture of experts beside a dense model's: 153 TFLOPS of GPT OSS 120B in bfloat16 on H100 (performance summary of
+NVIDIA-NeMo/Megatron-Bridge, 25.11) are 15 % of the peak, and 40 % of what `mfu` gives."""
+GIB = float(1 << 30)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,32 +34,56 @@ class Hardware:
     bandwidth: float
     """Bytes a second that a GPU reads from its memory, at peak."""
     link: float
-    """Bytes a second from a GPU to others of its node, in one direction."""
+    """Bytes a second of NCCL's collectives in a node (`busbw` of all-gather in nccl-tests)."""
     network: float
-    """Bytes a second from a GPU to other nodes."""
+    """The same over several nodes, in which each GPU has a network card."""
+    card: float
+    """Bytes a second of one network card: what one rank sends to another node."""
+    pcie: float
+    """Bytes a second between a GPU and its host in one direction."""
     per_node: int
     host: float
     """Bytes of host memory of a node."""
+    mfu: float = 0.4
+    """Share of the peak that matrix products reach in training: 38 to 43 % in arXiv 2407.21783, table 4, on H100s. Short rows
+    and padding lower it."""
 
 
+# Links in a node. NVLink: 450 GB/s are 370 in collectives, a fifth less (NVIDIA/nccl-tests#212, on H100); A100's 300 are
+# 230 (nccl-tests#149 and #100). PCIe without NVLink: NCCL's own 10 GB/s across sockets (log in nccl-tests#307, PCIe 4.0).
+# Between nodes: 340 GB/s in a reduction and 200 in an all-gather over 8 x 400 Gb/s (NVIDIA/nccl#1218), 20 GB/s for each
+# card of 200 Gb/s (nccl#320). PCIe 4.0 with 16 lanes has 32 GB/s, of which copies reach 25; PCIe 5.0 twice as much.
 HARDWARE = {
+    # Ada GPU architecture whitepaper, appendix A: 24 GB, 165 TFLOPS with float32 sums, 1.008 TB/s. No NVLink, one 10 Gb/s card.
+    "rtx4090": Hardware("rtx4090", 24e9, 165e12, 1.008e12, 10e9, 1e9, 1e9, 25e9, 8, 0.5e12),
+    # NVIDIA A100 40GB data sheet (SXM): 312 TFLOPS, 1.555 TB/s; DGX A100 of 40 GB: 1 TB.
+    "a100-40g": Hardware("a100-40g", 40e9, 312e12, 1.555e12, 230e9, 160e9, 25e9, 25e9, 8, 1e12, 0.5),
+    # NVIDIA A100 80GB data sheet (SXM): 312 TFLOPS, 2.039 TB/s, NVLink 600 GB/s both ways; DGX A100: 8 x 200 Gb/s, 2 TB.
+    # Products reach 44 to 52 % (arXiv 2104.04473, table 1).
+    "a100": Hardware("a100", 80e9, 312e12, 2.039e12, 230e9, 160e9, 25e9, 25e9, 8, 2e12, 0.5),
+    # NVIDIA L40S data sheet: 48 GB, 362 TFLOPS, 864 GB/s, PCIe 4.0.
+    "l40s": Hardware("l40s", 48e9, 362e12, 0.864e12, 10e9, 20e9, 25e9, 25e9, 8, 1e12),
     # NVIDIA H100 Tensor Core GPU data sheet (SXM): 80 GB, 989 TFLOPS, 3.35 TB/s, NVLink 900 GB/s both ways; DGX H100: 8
     # GPUs, 8 x 400 Gb/s, 2 TB.
-    "h100": Hardware("h100", 80e9, 989e12, 3.35e12, 450e9, 50e9, 8, 2e12),
+    "h100": Hardware("h100", 80e9, 989e12, 3.35e12, 370e9, 200e9, 50e9, 50e9, 8, 2e12),
+    # RTX PRO 6000 Blackwell data sheet (Server Edition): 96 GB, 1.597 TB/s, 504 TFLOPS (a quarter of 2 PFLOPS in FP8), PCIe 5.0.
+    "rtx6000": Hardware("rtx6000", 96e9, 504e12, 1.597e12, 20e9, 40e9, 50e9, 50e9, 8, 2e12),
     # NVIDIA H200 data sheet: 141 GB, 4.8 TB/s; otherwise as H100.
-    "h200": Hardware("h200", 141e9, 989e12, 4.8e12, 450e9, 50e9, 8, 2e12),
-    # NVIDIA A100 80GB data sheet (SXM): 312 TFLOPS, 2.039 TB/s, NVLink 600 GB/s both ways; DGX A100: 8 x 200 Gb/s, 2 TB.
-    "a100-80g": Hardware("a100-80g", 80e9, 312e12, 2.039e12, 300e9, 25e9, 8, 2e12),
+    "h200": Hardware("h200", 141e9, 989e12, 4.8e12, 370e9, 200e9, 50e9, 50e9, 8, 2e12),
+    # DGX B200 data sheet: 8 GPUs with 1,440 GB, 64 TB/s and 18 PFLOPS (dense) in all, NVLink 1.8 TB/s both ways, 2 TB.
+    "b200": Hardware("b200", 180e9, 2250e12, 8e12, 740e9, 200e9, 50e9, 50e9, 8, 2e12),
 }
+HARDWARE["a100-80g"] = replace(HARDWARE["a100"], name="a100-80g")  # the name until 0.11
 CPU = "cpu"
 CPU_FLOPS, CPU_BANDWIDTH = 5e10, 1e10
 """Of one core, float32, with AVX-512 or AVX2 (32 operations a cycle at 2 to 3 GHz, of which products reach about half)."""
 
 
-def hardware_of(name: str, runtime: RuntimeConfig) -> Hardware:
+def hardware_of(name: str, runtime: RuntimeConfig, *, host_gib: float = 0.0) -> Hardware:
     """Return the hardware called `name`; "" is h100, or this machine's processors where the profile uses no GPUs.
 
-    Raises ConfigError for an unknown name, and for GPUs where the profile uses none.
+    `host_gib` is the host memory of a node, if it is not that of the data sheet. Raises ConfigError for an unknown name, and
+    for GPUs where the profile uses none.
     """
     uses_gpus = runtime.gpus_per_train_worker > 0 or runtime.gpus_per_engine > 0
     name = name or ("h100" if uses_gpus else CPU)
@@ -61,11 +92,39 @@ def hardware_of(name: str, runtime: RuntimeConfig) -> Hardware:
     if (name == CPU) == uses_gpus:
         rule = f"the profile {'uses' if uses_gpus else 'uses no'} GPUs (runtime.gpus_per_train_worker)"
         raise ConfigError("--on", name, rule, "leave --on out, or change that key")
-    return HARDWARE[name] if uses_gpus else this_machine()
+    if not host_gib:
+        return HARDWARE[name] if uses_gpus else this_machine()
+    if not uses_gpus:
+        raise ConfigError(
+            "--host-gib", host_gib, "the profile uses no GPUs, so it has this machine's memory", "leave it out"
+        )
+    return replace(HARDWARE[name], host=host_gib * GIB)
 
 
 def this_machine() -> Hardware:
     """Return the processors and the memory of this machine, as one node whose workers share everything."""
+    cores, memory = len(os.sched_getaffinity(0)), host_memory()
+    speed = CPU_BANDWIDTH
+    return Hardware(CPU, memory, CPU_FLOPS * cores, speed, speed, speed, speed, speed, 1 << 20, memory, 0.5)
+
+
+def host_memory(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> float:
+    """The bytes of memory that this process may use: the machine's, or the least limit of its control groups if that is lower."""
     memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    cores = len(os.sched_getaffinity(0))
-    return Hardware(CPU, memory, CPU_FLOPS * cores, CPU_BANDWIDTH, CPU_BANDWIDTH, CPU_BANDWIDTH, 1 << 20, memory)
+    return min([memory, *_limits(proc, root)])
+
+
+def _limits(proc: Path, root: Path) -> Iterator[float]:
+    """Yield the memory limits of the control groups in `proc`, and of those around them."""
+    for line in proc.read_text(encoding="utf-8").splitlines() if proc.is_file() else ():
+        _, kinds, path = line.split(":", 2)
+        if kinds and "memory" not in kinds.split(","):
+            continue
+        top, name = (root / "memory", "memory.limit_in_bytes") if kinds else (root, "memory.max")
+        group = top / path.lstrip("/")
+        for folder in (group, *group.parents):
+            file = folder / name
+            if folder.is_relative_to(top) and file.is_file():
+                limit = file.read_text(encoding="ascii").strip()
+                if limit != "max":
+                    yield float(limit)

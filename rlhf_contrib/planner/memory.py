@@ -161,7 +161,8 @@ def _flat(role: Role, config: TrainerConfig, ranks: int, stage: int) -> RankMemo
         "sync": {},
         "save": {},
     }
-    saved = 12.0 * trained / parts + (size * trained if stage else 0.0)
+    # Offloaded states are written from where they are.
+    saved = (0.0 if config.offload_optimizer else 12.0 * trained / parts) + (size * trained if stage else 0.0)
     host_moments = {"sync": {"weights handed out": float(size * whole)}, "save": {"checkpoint": saved}}
     return RankMemory(resident, moments, host, host_moments)
 
@@ -169,7 +170,8 @@ def _flat(role: Role, config: TrainerConfig, ranks: int, stage: int) -> RankMemo
 def _partitioned(role: Role, config: TrainerConfig, ranks: int, on_cpu: bool) -> RankMemory:
     """Return the memory of ZeRO 3, which holds a part of everything and gathers what it computes with."""
     size, whole, trained = BYTES[config.dtype], role.parameters, float(role.trained_parameters)
-    live = {"gathered": float(size * min(whole, LIVE)) if ranks > 1 else 0.0}
+    # A layer is gathered even if it is larger than what is kept, as stacks of experts are.
+    live = {"gathered": float(size * min(whole, max(LIVE, role.shape.layer))) if ranks > 1 else 0.0}
     resident: dict[str, float] = {"weights, partitioned": size * whole / ranks}
     host: dict[str, float] = {}
     host_moments: dict[str, Bytes] = {}
@@ -199,7 +201,8 @@ def _partitioned(role: Role, config: TrainerConfig, ranks: int, on_cpu: bool) ->
         # One is yielded while the next is gathered; separate experts are copied out of the stack that has them.
         moments |= {"sync": {"weights being gathered": 2.0 * size * role.shape.largest}, "save": {}}
         host_moments["sync"] = {"weights handed out": float(size * whole)}
-        host_moments["save"] = {"checkpoint": 12.0 * trained / ranks}
+        # Offloaded states are written from where they are.
+        host_moments["save"] = {"checkpoint": 0.0 if config.offload_optimizer else 12.0 * trained / ranks}
     # The states come into being when these are gone. Adapters are whole, and tried out on a few tokens, before they are
     # partitioned; that gathers one layer at a time. The rare models that `open_parts` refuses are loaded whole instead.
     states_then = sum(resident.values()) - size * whole / ranks

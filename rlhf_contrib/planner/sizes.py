@@ -60,6 +60,11 @@ class ModelShape:
         """Return the parameters of a layer."""
         return (self.parameters - self.head - self.embedding) // self.layers
 
+    @property
+    def sparse(self) -> bool:
+        """Whether a token meets only a part of the layers' weights: a mixture of experts."""
+        return self.active + self.embedding < self.parameters
+
     def without_head(self) -> "ModelShape":
         """Return the shape of a reward or value model: one score in the place of the LM head."""
         others = self.parameters - self.head + self.hidden
@@ -181,6 +186,9 @@ def _on_meta(folder: Path) -> ModelShape:
     experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or 0
     chosen = getattr(text, "num_experts_per_tok", None) or experts
     routed = sum(p.numel() for n, p in model.named_parameters() if p.ndim == 3 and experts and p.shape[0] == experts)
+    inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    if experts:  # those that one token meets; without a width of their own they have that of the MLP
+        inner = chosen * (getattr(text, "moe_intermediate_size", None) or inner)
     heads = text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // heads
     return ModelShape(
@@ -191,7 +199,7 @@ def _on_meta(folder: Path) -> ModelShape:
         largest=max(sizes.values()),
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
-        intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+        intermediate=inner,
         query_width=heads * width,
         key_width=(getattr(text, "num_key_value_heads", None) or heads) * width,
         vocabulary=text.vocab_size,

@@ -48,6 +48,10 @@ class Step:
     prompt_tokens: int = 0
     steps: int = 0
     """Steps of the stage; 0 where the number of rows decides."""
+    length: int = 0
+    """Tokens of a row, over which attention reaches."""
+    longest: int = 0
+    """Tokens of the longest answer, where `answer_tokens` is an average; 0: all have as many."""
 
 
 class Shapes:
@@ -229,9 +233,9 @@ def step_of(planned: PlannedStage, prompt_tokens: int) -> Step | None:
     if isinstance(config, PPOConfig):
         answers, tokens = config.prompts_per_step * config.samples_per_prompt, config.most_tokens
         length = config.agent.max_episode_tokens if config.agent else prompt_tokens + tokens
-        return Step(answers * length, config.epochs, answers, tokens, length - tokens, config.steps)
+        return Step(answers * length, config.epochs, answers, tokens, length - tokens, config.steps, length)
     if not isinstance(config, SFTConfig | DPOConfig | RewardModelConfig | ProcessRewardModelConfig | DistillConfig):
         return None
     sides = 2 if isinstance(config, DPOConfig | RewardModelConfig) else 1
     tokens = config.loop.batch_size * sides * config.max_length
-    return Step(tokens, steps=config.loop.max_steps or 0)
+    return Step(tokens, steps=config.loop.max_steps or 0, length=config.max_length)

@@ -1,15 +1,23 @@
 """Print the predicted memory and time of each stage of a plan (`rlhf plan --estimate`), and refuse what does not fit."""
 
 import argparse
+import logging
+import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from pipelines.cli.common import console, print_json, print_line
 from pipelines.cli.plan_verbs import planned_stages
-from pipelines.execution.plan import duration
+from pipelines.execution.plan import PlannedStage, duration
+from pipelines.flows.profile import PipelineConfig
 from rlhf_contrib.planner.estimate import Estimate, Load, alike, estimates, refusal
-from rlhf_contrib.planner.hardware import Hardware, hardware_of
+from rlhf_contrib.planner.hardware import Hardware, hardware_of, host_memory
 from rlhf_contrib.planner.memory import human
+from rlhf_core.errors import ConfigError
+from rlhf_core.store.artifacts import ArtifactStore
+
+logger = logging.getLogger(__name__)
 
 NOTHING_RUN = "from formulas and data sheets: nothing of this was measured on a GPU (docs/scaling.md)"
 
@@ -17,7 +25,7 @@ NOTHING_RUN = "from formulas and data sheets: nothing of this was measured on a 
 def estimate(options: argparse.Namespace) -> None:
     """Print the estimate of each stage that will run. Raises ConfigError for the stage that fits least."""
     config, store, planned = planned_stages(options)
-    runtime, on = config.runtime, hardware_of(options.on, config.runtime)
+    runtime, on = config.runtime, hardware_of(options.on, config.runtime, host_gib=options.host_gib)
     prompt_tokens = config.prepare_data.max_prompt_tokens
     found = estimates(planned, store, runtime, on, prompt_tokens)
     error = refusal(found, planned, store, runtime, on, prompt_tokens)
@@ -31,6 +39,30 @@ def estimate(options: argparse.Namespace) -> None:
             print_line(console, line)
     if error is not None:
         raise error
+
+
+def warn_of_memory(config: PipelineConfig, planned: Sequence[PlannedStage], store: ArtifactStore) -> None:
+    """Log a warning for the stage that exceeds by most the host memory of this machine or of its control group.
+
+    The nodes of a cluster at RAY_ADDRESS are other machines, which are not compared.
+    """
+    if os.environ.get("RAY_ADDRESS"):
+        return
+    try:
+        on = replace(hardware_of("", config.runtime), host=host_memory())
+        found = estimates(planned, store, config.runtime, on, config.prepare_data.max_prompt_tokens)
+    except ConfigError as error:  # a shape that is not known yet, or models on CPUs beside others on GPUs
+        logger.info("host memory is not compared with an estimate: %s", error)
+        return
+    loads = [(load, one.label) for one in found for load in one.loads if load.where in ("node", "machine")]
+    short = [(load, label) for load, label in loads if not load.fits]
+    if short:
+        load, label = max(short, key=lambda pair: pair[0].total)
+        logger.warning(
+            "%s needs %s GB of host memory by estimate, and this machine or its control group gives %s: the kernel may end "
+            "its workers; see `rlhf plan --estimate --terms`",
+            *(label, human(load.total), human(load.limit)),
+        )
 
 
 def table(found: Sequence[Estimate], on: Hardware, *, terms: bool) -> list[str]:

@@ -158,8 +158,8 @@ class RuntimeConfig(Config):
     """Number of GPUs per train worker; 0 trains on CPUs. If it and `gpus_per_engine` are fractions with a sum of at
     most 1, a train worker and an engine share a GPU; two train workers or two engines never do."""
     gpus_per_engine: Annotated[float, Field(ge=0), OPERATIONAL] = 0
-    """Number of GPUs per engine: whole GPUs, as many as `sampler.tensor_parallel`, or a fraction of one; 0 samples on
-    CPUs."""
+    """Number of GPUs per engine: whole GPUs, as many as `sampler.tensor_parallel`, or a fraction, which it has of each of
+    its GPUs; 0 samples on CPUs."""
     cpu_threads: Annotated[int, Field(ge=0), OPERATIONAL] = 0
     """Number of threads per worker; 0 is an equal share of the cores that the run may use. Results depend on it by
     rounding."""
@@ -248,11 +248,18 @@ class RuntimeConfig(Config):
             raise ValueError(
                 f"gpus_per_engine = {engine:g}: above 1 it must be a whole number; use a whole number, or a fraction below 1"
             )
-        parallel = self.sampler.needs().tensor_parallel
-        if parallel > max(1.0, engine) and (train > 0 or engine > 0):
+        needs = self.sampler.needs()
+        parallel = needs.tensor_parallel
+        if self.shares_gpus and parallel > 1:
+            if self.train_workers != needs.engines * parallel:
+                raise ValueError(
+                    f"train_workers = {self.train_workers}: engines of several GPUs share each of them with a train worker, and "
+                    f"{needs.engines} engines of {parallel} GPUs have {needs.engines * parallel}; set it to that"
+                )
+        elif parallel > max(1.0, engine) and (train > 0 or engine > 0):
             raise ValueError(
                 f"sampler.tensor_parallel = {parallel}: runtime.gpus_per_engine = {engine:g} is smaller; give each engine as "
-                "many GPUs, which it then does not share"
+                "many GPUs, or share all of them with train workers (fractions for both)"
             )
         return self
 
