@@ -17,6 +17,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = tuple(sorted(file.parent.name for file in ROOT.glob("*/__init__.py")))
+CORE = ("pipelines/", "stages/", "rlhf_core/")
 LONG_FUNCTION, LONG_FILE = 60, 650  # lines
 LONG_STRING = 2000  # characters
 
@@ -24,8 +25,10 @@ HELD = {
     "class names used twice": 18,
     "function names in several modules": 124,
     "tokens per line": 6.8,
+    "tokens of the core": 484_300,
 }
 """Figure of the packages -> its limit. Lower a limit when the figure falls; never raise it."""
+# The core's limit is its size when topics moved to rlhf_contrib, plus 10,000. What the lifecycle does not need goes there.
 SLACK = 0.03
 """A figure may be below its limit by this fraction, so that branches which lower it can be merged."""
 ENTRY_POINTS = ("main", "run")
@@ -131,6 +134,9 @@ def held_figure(name: str, found: Iterable[Module]) -> tuple[float, str]:
     """A figure of `HELD`, and how to lower it."""
     if name == "tokens per line":
         return tokens_per_line(found), "write fewer things into one line"
+    if name == "tokens of the core":
+        core = [module.tokens for module in found if module.path.startswith(CORE)]
+        return sum(core), "make something else smaller, or write a topic of rlhf_contrib"
     names = class_names_used_twice(found) if name.startswith("class") else function_names_in_several_modules(found)
     return len(names), f"give the new one another name: {'; '.join(names)}"
 

@@ -220,7 +220,7 @@ def own_stage(path: str) -> Stage[..., Any]:
 def own_tables(path: str) -> TypeAdapter[Any]:
     """What reads the tables of a stage that is named by path."""
     tables = list(stage_tables(own_stage(path)))
-    kind = Annotated[reduce(or_, tables), Field(discriminator="type")] if len(tables) > 1 else tables[0]
+    kind: Any = Annotated[reduce(or_, tables), Field(discriminator="type")] if len(tables) > 1 else tables[0]
     return TypeAdapter(kind)
 
 

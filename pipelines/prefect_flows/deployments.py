@@ -70,9 +70,9 @@ def deployments(version: str | None = None) -> list[Any]:
     """
     profile = load_profile("tiny/full")
     forms: dict[str, tuple[Flow[..., Any], dict[str, Any]]] = {
-        _dashed(name): (stage_flows.STAGE_FLOWS[name], {"settings": _settings(profile)})
-        for name, stage in STAGES.items()
-        if not stage.section
+        _dashed(name): (flow, {"settings": _settings(profile)})
+        for name, flow in stage_flows.STAGE_FLOWS.items()
+        if not STAGES[name].section
     }
     for name in FORMS:
         forms |= stage_parameters(load_profile(name))

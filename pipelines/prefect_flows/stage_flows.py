@@ -23,6 +23,7 @@ from pipelines.flows.sections import ConditionalSFTConfig, IterativeDPOConfig, R
 from pipelines.prefect_flows.pipeline_flows import run_served
 from pipelines.services.flow_runs import FLOW_NAME
 from pipelines.services.home import Home
+from rlhf_core.by_path import is_path
 from rlhf_core.config.runtime import RuntimeConfig
 from rlhf_core.schema.base import Config
 from rlhf_core.types import ArtifactRef, ModelRef, PolicyRef, PromptsRef
@@ -201,6 +202,6 @@ def _run(settings: Settings, label: str, body: Callable[[Stages, Find], Artifact
     return run_served(config, pipeline, RunOptions(force=(label,) if settings.force else ()))
 
 
-STAGE_FLOWS = {name: stage_flow(stage) for name, stage in STAGES.items()}
-"""Name of a stage -> its flow."""
+STAGE_FLOWS = {name: stage_flow(stage) for name, stage in STAGES.items() if not is_path(name)}
+"""Name of a stage of ours -> its flow."""
 globals().update(STAGE_FLOWS)  # Prefect finds a flow by its name in this module

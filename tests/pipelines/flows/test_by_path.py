@@ -17,6 +17,7 @@ from pipelines.execution.run import run_stages
 from pipelines.flows.full import lifecycle
 from pipelines.flows.profile import PipelineConfig, load_profile
 from pipelines.flows.steps import own_tables
+from pipelines.prefect_flows import deployments
 from pipelines.services.home import Home
 from rlhf_contrib.ray_jobs.executor import restore_stage, stored_stage
 from rlhf_core.data.shards import read_generations
@@ -172,6 +173,13 @@ def test_plan_names_the_files_that_a_run_will_import(config, home, monkeypatch, 
     options.json = False
     plan_verb(options)
     assert "imports: desk/" in capsys.readouterr().out
+
+
+def test_a_stage_of_a_profile_has_no_deployment(config):
+    """Forms in Prefect are those of our stages, whatever profiles this process has read."""
+    assert "desk.stages:shorten" in STAGES
+    assert {one.name for one in deployments.deployments()} >= {"sft", "score"}
+    assert not any("desk" in one.name for one in deployments.deployments())
 
 
 def test_a_profile_with_them_can_be_written_and_read_and_sent_to_a_job(config, home):

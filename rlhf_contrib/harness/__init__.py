@@ -1,0 +1,1 @@
+"""Tasks of EleutherAI's evaluation harness."""
