@@ -133,7 +133,8 @@ def gpus_of(spec: StageSpec, runtime: RuntimeConfig) -> float:
     sample = runtime.sampler.needs().engines * runtime.gpus_per_engine if "sampler" in spec.engines else 0.0
     if runtime.shares_gpus:  # a train worker and an engine hold the same GPU, which counts once
         workers = runtime.train_workers if "trainer" in spec.engines else 0
-        engines = runtime.sampler.needs().engines if "sampler" in spec.engines else 0
+        needs = runtime.sampler.needs()
+        engines = needs.engines * needs.tensor_parallel if "sampler" in spec.engines else 0
         return float(max(workers, engines) + pooled)
     return float(train + sample + pooled)
 

@@ -375,14 +375,23 @@ def pools(one: Sheet) -> None:
         one.ignore(flag, "the run has one of the two models at most")
 
 
+def _engines_have_all(one: Sheet, tensor_parallel: int) -> bool:
+    """True if engines of several GPUs have as many as train."""
+    if one.arguments.module != "train_ppo_ray" or not one.has("vllm_num_engines"):
+        return False
+    trained = one.count("actor_num_nodes") * one.count("actor_num_gpus_per_node")
+    return one.integer("vllm_num_engines") * tensor_parallel == trained
+
+
 def placement(one: Sheet) -> None:
-    """Write workers and engines. A shared GPU is split in halves between one train worker and one single-GPU engine."""
+    """Write workers and engines. A shared GPU is split in halves between one train worker and one engine."""
     if one.arguments.module == "train_ppo_ray":
         number = one.count("actor_num_nodes") * one.count("actor_num_gpus_per_node")
         one.put("runtime.train_workers", number, "actor_num_nodes", "actor_num_gpus_per_node")
         pools(one)
     tensor_parallel = one.integer("vllm_tensor_parallel_size")
-    share = one.has("colocate_all_models") and tensor_parallel == 1 and not one.has("async_train")
+    whole = tensor_parallel == 1 or _engines_have_all(one, tensor_parallel)
+    share = one.has("colocate_all_models") and whole and not one.has("async_train")
     halves = ["colocate_all_models"] if share else []
     one.put("runtime.gpus_per_train_worker", 0.5 if share else 1.0, *halves)
     one.put("runtime.gpus_per_engine", 0.5 if share else float(tensor_parallel), *halves)
@@ -390,7 +399,7 @@ def placement(one: Sheet) -> None:
         what = "runtime.train_workers have the models; with --async_train the engines have GPUs of their own"
         one.elsewhere("colocate_all_models", what)
     elif not share:
-        reason = f"an engine of {tensor_parallel} GPUs cannot share them"
+        reason = f"engines of {tensor_parallel} GPUs share them only if they use each that trains"
         one.refuse("colocate_all_models", reason, "GPUs of their own, as written")
     if one.has("vllm_num_engines") and one.integer("vllm_num_engines") == 0:
         one.put("runtime.sampler.type", "hf", "vllm_num_engines")

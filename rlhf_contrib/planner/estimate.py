@@ -255,8 +255,10 @@ def host_bytes(
     def used(moment: str) -> dict[str, float]:
         return {name: sum(memory.host_moments.get(moment, {}).values()) for name, memory in memories.items()}
 
-    # Checkpoints are copied one model after the other; weights are handed out by one rank, through Ray's store.
-    saved = max((size * ranks[name] for name, size in used("save").items()), default=0.0)
+    # Copies of all trained models may wait to be written; with offloaded states, a model is written before the next is
+    # copied. Weights are handed out by one rank, through Ray's store.
+    copied = [size * ranks[name] for name, size in used("save").items()]
+    saved = max(copied, default=0.0) if runtime.trainer.offload_optimizer else sum(copied)
     by_host = phase.samples_first and phase.sampled is not None and not by_nccl(phase, runtime, on)
     sent = max(used("sync").values(), default=0.0) if by_host else 0.0
     updated = max((size * ranks[name] for name, size in used("train").items()), default=0.0)

@@ -214,6 +214,11 @@ class RuntimeConfig(Config):
         """Return whether a train worker and an engine share each GPU."""
         return 0 < self.gpus_per_train_worker < 1 and 0 < self.gpus_per_engine < 1
 
+    @property
+    def lends_gpus(self) -> bool:
+        """Whether engines of several GPUs share each of them with a train worker."""
+        return self.shares_gpus and self.sampler.needs().tensor_parallel > 1
+
     @field_validator("sampler", mode="wrap")
     @classmethod
     def _read_own_sampler(cls, value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
@@ -250,7 +255,7 @@ class RuntimeConfig(Config):
             )
         needs = self.sampler.needs()
         parallel = needs.tensor_parallel
-        if self.shares_gpus and parallel > 1:
+        if self.lends_gpus:
             if self.train_workers != needs.engines * parallel:
                 raise ValueError(
                     f"train_workers = {self.train_workers}: engines of several GPUs share each of them with a train worker, and "

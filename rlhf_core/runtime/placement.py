@@ -1,7 +1,9 @@
 """Choose the GPUs of the workers. On CPUs Ray reserves nothing: trainer and sampler use the same cores in turn.
 
 Ray fills one GPU with fractions before it uses the next, so two ranks of half a GPU each would share one. Fractions are
-therefore taken from bundles of a whole GPU, which hold at most one train worker and one engine.
+therefore taken from bundles of a whole GPU, which hold at most one train worker and one engine. Ray has no fractions of
+several GPUs: where an engine shares several, its bundle has them all, each train worker there takes one, and the engine,
+which takes none, is told which they are.
 """
 
 import contextlib
@@ -54,6 +56,19 @@ class Placement:
     def _node(self, options: dict[str, Any]) -> str:
         return self.nodes[options["scheduling_strategy"].placement_group_bundle_index]
 
+    def lent(self, gpus: Sequence[Sequence[str]], *, parallel: int) -> list[list[str]]:
+        """The GPUs of each engine that shares `parallel` of them: those of train workers on its node, `gpus`, as `node:index`.
+
+        >>> from types import SimpleNamespace
+        >>> bundles = [{"scheduling_strategy": SimpleNamespace(placement_group_bundle_index=each)} for each in range(2)]
+        >>> Placement((), tuple(bundles), None, nodes={0: "b", 1: "a"}).lent([["a:0"], ["b:0"], ["a:1"], ["b:1"]], parallel=2)
+        [['b:0', 'b:1'], ['a:0', 'a:1']]
+        """
+        free: dict[str, list[str]] = {}
+        for (gpu,) in gpus:
+            free.setdefault(gpu.partition(":")[0], []).append(gpu)
+        return [[free[self._node(one)].pop(0) for _ in range(parallel)] for one in self.sample]
+
     def of(self, pool: str) -> tuple[dict[str, Any], ...]:
         """Return the options of the train workers of a pool, "" for those of the roles that no pool has."""
         return self.pools[pool] if pool else self.train
@@ -78,11 +93,15 @@ def layout(config: RuntimeConfig) -> Layout:
     """
     trainers, engines = config.train_workers, config.sampler.needs().engines
     train_gpus, engine_gpus = config.gpus_per_train_worker, config.gpus_per_engine
-    if config.shares_gpus:
+    if config.lends_gpus:
+        parallel = config.sampler.needs().tensor_parallel
+        bundles: list[Bundle] = [{"CPU": parallel + 1, "GPU": parallel}] * engines
+        train, sample = tuple(rank // parallel for rank in range(trainers)), tuple(range(engines))
+    elif config.shares_gpus:
         number = max(trainers, engines)
         # A single pair reserves only its fractions, which are always of one GPU, and leaves the rest to other runs.
         gpus = _plain(1 if number > 1 else round(train_gpus + engine_gpus, 4))
-        bundles: list[Bundle] = [{"CPU": (each < trainers) + (each < engines), "GPU": gpus} for each in range(number)]
+        bundles = [{"CPU": (each < trainers) + (each < engines), "GPU": gpus} for each in range(number)]
         train, sample = tuple(range(trainers)), tuple(range(engines))
     else:
         bundles = [*_own(train_gpus, trainers), *_own(engine_gpus, engines)]
@@ -124,6 +143,8 @@ def by_node(made: Layout, nodes: Mapping[int, str]) -> Layout:
         pairs = _node_order(set(made.train) & set(made.sample), nodes)
         placed = {name: _node_order(set(kind) - set(pairs), nodes) for name, kind in kinds.items()}
         placed |= {name: (*pairs, *placed[name]) for name in ("train", "sample")}
+        ranks = Counter(made.train)  # several in the bundle of an engine that shares their GPUs
+        placed["train"] = tuple(bundle for bundle in placed["train"] for _ in range(ranks[bundle]))
     train, sample = placed.pop("train"), placed.pop("sample")
     return Layout(made.bundles, train, sample, placed)
 
@@ -177,9 +198,10 @@ def reserve(config: RuntimeConfig, *, fixed: bool = False, over: Callable[[], st
         )
         return {"num_cpus": 1, "num_gpus": _plain(gpus), "scheduling_strategy": strategy}
 
+    lends = config.lends_gpus
     return Placement(
-        train=tuple(options(config.gpus_per_train_worker, bundle) for bundle in placed.train),
-        sample=tuple(options(config.gpus_per_engine, bundle) for bundle in placed.sample),
+        train=tuple(options(1 if lends else config.gpus_per_train_worker, bundle) for bundle in placed.train),
+        sample=tuple(options(0 if lends else config.gpus_per_engine, bundle) for bundle in placed.sample),
         group=group,
         pools={
             name: tuple(options(config.pools[name].gpus_per_worker, bundle) for bundle in bundles)

@@ -208,9 +208,13 @@ class RayRuntime:
         sampler = self._config.sampler
         shares = placement.cores_each(placement.sample, placement.sample)
         gpus = self._config.gpus_per_engine
+        lent: list[list[str]] = [[]] * len(placement.sample)
+        if self._config.lends_gpus:
+            held = self._train_workers().call("placement", "gpus")
+            lent = placement.lent(held, parallel=sampler.needs().tensor_parallel)
         actors = [
-            self._actor(SampleWorker, options, threads).remote(sampler, threads, gpus_per_engine=gpus)
-            for options, cores in zip(placement.sample, shares, strict=True)
+            self._actor(SampleWorker, options, threads).remote(sampler, threads, gpus_per_engine=gpus, lent=own)
+            for options, cores, own in zip(placement.sample, shares, lent, strict=True)
             for threads in [threads_per_worker(self._config, cores=cores)]
         ]
         group = self._group("sampler", actors, SamplingError)

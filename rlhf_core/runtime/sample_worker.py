@@ -56,8 +56,14 @@ def _give_way() -> None:
 class SampleWorker(FileMoves):
     """The host of one sampler. `open` reuses the engine if only the weights of the policy differ, else replaces it."""
 
-    def __init__(self, config: AnySamplerConfig, threads: int, *, gpus_per_engine: float = 0.0) -> None:
+    def __init__(
+        self, config: AnySamplerConfig, threads: int, *, gpus_per_engine: float = 0.0, lent: Sequence[str] = ()
+    ) -> None:
+        """`lent` are GPUs of train workers, as `node:index`, which this process shares with them."""
         super().__init__()
+        self._lent = list(lent)
+        if lent:  # before CUDA starts; Ray, of which this process has no GPU, has hidden them all
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.partition(":")[2] for gpu in lent)
         self._config = config
         self._gpus_per_engine = gpus_per_engine
         self._threads = threads
@@ -76,8 +82,8 @@ class SampleWorker(FileMoves):
         return os.getpid()
 
     def gpus(self) -> list[str]:
-        """Return the GPUs that Ray gave this process, as `node:index`."""
-        return own_gpus()
+        """Return the GPUs that Ray gave this process or a train worker has lent it, as `node:index`."""
+        return self._lent or own_gpus()
 
     def open(self, policy: Path | Place, transfer: Transfer) -> dict[str, str]:
         """Serve `policy`, a folder of this node or of a place, from version 0; return the versions of the engines that serve it.

@@ -56,13 +56,15 @@ class WriterDied(ArtifactError, WorkerLostError):
     """A process died while it wrote its part of a checkpoint; the run itself is fine and can be retried."""
 
 
-def write_part(folder: Path, part: str, write: Callable[[], None]) -> None:
-    """Run `write` in its own thread; `wait_for_parts` raises if it fails. The name `part` is unique in `folder`."""
+def write_part(folder: Path, part: str, write: Callable[[], None]) -> threading.Thread:
+    """Run `write` in a thread, which is returned; `wait_for_parts` raises if it fails. The name `part` is unique in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     note = folder / f"{_WRITING}{part}"
     held = note.open("wb")
     fcntl.flock(held, fcntl.LOCK_EX)
-    threading.Thread(target=_write, args=(note, held, write), name=f"checkpoint part {part}").start()
+    writer = threading.Thread(target=_write, args=(note, held, write), name=f"checkpoint part {part}")
+    writer.start()
+    return writer
 
 
 def wait_for_parts(folder: Path, *, stalled_s: float = STALLED_SECONDS) -> None:

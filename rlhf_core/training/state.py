@@ -1,6 +1,7 @@
 """Save and restore the state of a training run: trained weights, optimizer moments and random states.
 
-Each is copied in memory, and the copy is written while training continues. Files are written by `torch.save` and read
+Each is copied in memory, and the copy is written while training continues; states that are offloaded to host memory are
+written from there, while training waits. Files are written by `torch.save` and read
 with `weights_only=True`, so that loading a file runs no code.
 
 Determine the rank of this train worker and join the process group.
@@ -34,17 +35,22 @@ from rlhf_core.types import derive_seed
 ENGINE_FILE = "engine.json"
 
 
-def copied(value: Any) -> Any:
-    """Return `value` with every tensor in nested dictionaries, lists and tuples copied to the CPU."""
+def copied(value: Any, *, in_place: bool = False) -> Any:
+    """Return `value` with every tensor in nested dictionaries, lists and tuples copied to the CPU.
+
+    With `in_place`, a tensor that is there already is not copied, unless it is a part of a buffer, all of which
+    `torch.save` would write.
+    """
     if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
+        whole = value.device.type == "cpu" and value.untyped_storage().nbytes() == value.nbytes
+        return value.detach() if in_place and whole else value.detach().to("cpu", copy=True)
     if type(value) in (dict, OrderedDict):
         made = copy.copy(value)  # keeps the attributes that torch sets on a state_dict
         for name in made:
-            made[name] = copied(made[name])
+            made[name] = copied(made[name], in_place=in_place)
         return made
     if type(value) in (list, tuple):
-        return type(value)(copied(item) for item in value)
+        return type(value)(copied(item, in_place=in_place) for item in value)
     return copy.deepcopy(value)
 
 

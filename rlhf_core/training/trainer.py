@@ -274,13 +274,15 @@ class LocalTrainer:
     def save(self, folder: Path) -> None:
         """Copy weights, optimizer and this rank's random state, and write the copies to `folder` in the background.
 
-        Every rank must call it with the same folder. `checkpoint_parts.wait_for_parts` waits for all of them.
+        Offloaded states are written from host memory, without a copy, before this returns. Every rank must call it with the same folder. `checkpoint_parts.wait_for_parts` waits for all of them.
         """
         folder.mkdir(parents=True, exist_ok=True)
         states = self._engine.snapshot(folder) | {random_file(folder, self._engine.rank): random_state()}
         if self._average:
             states[folder / AVERAGE_FILE] = self._average.state()
-        write_part(folder, f"rank_{self._engine.rank:05d}", partial(write_states, states))
+        writer = write_part(folder, f"rank_{self._engine.rank:05d}", partial(write_states, states))
+        if self._engine.writes_in_place:
+            writer.join()
 
     def load(self, folder: Path) -> None:
         """Restore the state of `save`. Raises TrainingError if it belongs to another model or other engine settings.

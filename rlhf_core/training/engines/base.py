@@ -55,6 +55,7 @@ class TorchEngine:
         self.module = module
         self.device = device
         self.rank = rank
+        self.writes_in_place = False
         self._compute_dtype = compute_dtype
         self._stream: WeightStream | None = None
         self._optimizer = None
@@ -125,6 +126,10 @@ class Engine(Protocol):
     @property
     def rank(self) -> int: ...
 
+    @property
+    def writes_in_place(self) -> bool:
+        """Whether a `snapshot` must be written before the next step, which changes its tensors."""
+
     def forward(self, compute: Callable[[nn.Module], T]) -> T:
         """Return `compute(model)`. Under ZeRO, the weights are available only inside `compute`."""
 
@@ -149,7 +154,7 @@ class Engine(Protocol):
     def snapshot(self, folder: Path) -> dict[Path, Any]:
         """Return the values that this rank must write for a checkpoint in `folder`, by file, as independent copies.
 
-        Every rank must call it with the same folder.
+        With `writes_in_place` they are the states themselves. Every rank must call it with the same folder.
         """
 
     def load(self, folder: Path) -> None:

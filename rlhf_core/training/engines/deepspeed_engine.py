@@ -157,6 +157,7 @@ class DeepSpeedEngine:
         self._parallel = config.tensor_parallel
         self._weight = self._world / (config.sequence_parallel * self._parallel)
         self._trained = optimizer is not None
+        self.writes_in_place = self._trained and config.offload_optimizer
         self._stream: WeightStream | None = None
         with quiet():
             if device.type == "cpu":
@@ -235,7 +236,10 @@ class DeepSpeedEngine:
         optimizer.empty_partition_cache()
 
     def snapshot(self, folder: Path) -> dict[Path, Any]:
-        """Return copies of trained weights and optimizer: rank 0's at stage 0 (ranks are equal), else DeepSpeed's."""
+        """Return copies of trained weights and optimizer: rank 0's at stage 0 (ranks are equal), else DeepSpeed's.
+
+        Offloaded states are not copied: host memory would have to hold them twice.
+        """
         if not self._trained:
             return {}
         if self.rank == 0:
@@ -246,7 +250,9 @@ class DeepSpeedEngine:
         states: dict[Path, Any] = {}
         to_take = _replace(
             self._engine.checkpoint_engine,
-            save=lambda state_dict, path: states.update({Path(path): copied(state_dict)}),
+            save=lambda state_dict, path: states.update(
+                {Path(path): copied(state_dict, in_place=self.writes_in_place)}
+            ),
         )
         with quiet(), to_take:
             self._engine.save_checkpoint(str(folder / ZERO_FOLDER), tag=ZERO_TAG, exclude_frozen_parameters=True)

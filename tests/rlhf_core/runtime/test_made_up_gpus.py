@@ -23,6 +23,7 @@ from rlhf_core.runtime.cluster import SEE_NO_GPU, worker_environment
 from rlhf_core.runtime.connection import keep_token_private
 from rlhf_core.runtime.placement import Placement, reserve
 from rlhf_core.runtime.ray_runtime import RayRuntime
+from rlhf_core.runtime.weight_sync import choose_transfer
 
 pytestmark = [
     pytest.mark.engine,
@@ -104,6 +105,23 @@ def test_halves_of_gpus_put_a_rank_and_an_engine_on_each_gpu_and_never_two_ranks
         places.nodes, key=places.nodes.index
     )  # the ranks of one node, then those of the other
     assert places.nodes[:2] == [places.nodes[0]] * 2
+
+
+def test_engines_of_two_gpus_share_them_with_the_ranks_of_their_node(cluster):
+    sampler = VllmSamplerConfig(engines=2, tensor_parallel=2)
+    config = config_of(4, 0.5, 2, 0.5).model_copy(update={"sampler": sampler})
+    made = reserve(config)
+    places = Places(made)
+    assert len({gpus[0] for gpus in places.train}) == 4, "each rank has a GPU"
+    assert places.sample == [[], []], "and Ray gives the engines none"
+    lent = made.lent(places.train, parallel=2)
+    assert sorted(gpu for gpus in lent for gpu in gpus) == sorted(gpus[0] for gpus in places.train)
+    nodes = [{gpu.partition(":")[0] for gpu in gpus} for gpus in lent]
+    assert nodes == [{made.nodes[0]}, {made.nodes[1]}] or nodes == [{made.nodes[1]}, {made.nodes[0]}]
+    assert choose_transfer([gpus[0] for gpus in places.train], lent) == "", "through host memory"
+    one = reserve(config.model_copy(update={"train_workers": 2, "sampler": VllmSamplerConfig(tensor_parallel=2)}))
+    alone = Places(one)
+    assert sorted(one.lent(alone.train, parallel=2)[0]) == sorted(gpus[0] for gpus in alone.train)
 
 
 def test_ranks_that_outnumber_the_engines_still_have_a_gpu_each(cluster):

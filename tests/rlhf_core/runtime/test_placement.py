@@ -85,5 +85,13 @@ def test_ranks_are_neighbours_where_their_bundles_are():
     assert (placed.train, placed.sample) == ((0, 2, 1), (3, 4, 5))  # an engine of two GPUs is no place for a rank
 
 
+def test_engines_of_two_gpus_have_a_bundle_with_the_ranks_that_they_share_them_with():
+    sampler = VllmSamplerConfig(engines=2, tensor_parallel=2)
+    made = layout(RuntimeConfig(train_workers=4, gpus_per_train_worker=0.5, gpus_per_engine=0.5, sampler=sampler))
+    assert list(made.bundles) == [{"CPU": 3, "GPU": 2}] * 2
+    assert (made.train, made.sample) == ((0, 0, 1, 1), (0, 1))
+    assert by_node(made, {0: "b", 1: "a"}).train == (1, 1, 0, 0)
+
+
 def test_workers_are_ordered_by_node_as_they_come_and_then_by_gpu():
     assert gpu_order([["b:7"], ["b:10"], ["a:1"], ["b:2"], ["a:0"]]) == [3, 0, 1, 4, 2]

@@ -99,6 +99,18 @@ def test_a_copy_holds_what_was_there_when_it_was_taken():
     assert taken["state"][0]["half"].untyped_storage().nbytes() == 12, "three floats, not the buffer that they were in"
 
 
+def test_what_is_in_host_memory_may_stay_where_it_is_but_for_parts_of_buffers(tmp_path):
+    moments, step, buffer = torch.arange(4.0), torch.tensor(3.0), torch.arange(6.0)
+    taken = copied({"state": {0: {"exp_avg": moments, "step": step}}, "part": buffer[2:4]}, in_place=True)
+    assert taken["state"][0]["exp_avg"].data_ptr() == moments.data_ptr()
+    assert taken["state"][0]["step"].data_ptr() == step.data_ptr()
+    assert taken["part"].tolist() == [2, 3] and taken["part"].untyped_storage().nbytes() == 8
+    write_states({tmp_path / "a.pt": taken})
+    read = torch.load(tmp_path / "a.pt", weights_only=True)
+    assert read["state"][0]["step"].shape == () and read["state"][0]["step"].item() == 3
+    assert read["state"][0]["exp_avg"].tolist() == [0, 1, 2, 3]
+
+
 def test_written_states_are_let_go_of_and_their_files_are_whole(tmp_path):
     states = {tmp_path / "deep" / "a.pt": {"x": torch.ones(2)}, tmp_path / "b.pt": 3}
     write_states(states)
