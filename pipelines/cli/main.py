@@ -303,10 +303,7 @@ def _parser() -> argparse.ArgumentParser:
     status = command("status", "Show the services and their addresses; exit with 1 if one does not respond.")
     _scaffold_verb(command("scaffold", "Write the files with which a place runs profiles: Slurm, Kubernetes, ..."))
     _run_verb(command("run", "Run a pipeline on this machine; finished stages are reused."))
-    _sweep_verb(command("sweep", "Run a profile with several values of its keys and compare the results."))
-    _rehearse_verb(
-        command("rehearse", "Run the whole graph of a profile with tiny models and few rows; list problems.")
-    )
+    _topic_verbs(command)
     data = command("data", "Show what data files hold: format, columns, dropped rows with reasons, two rows, tables.")
     _data_verb(data)
     _try_reward_verb(command("try-reward", "Call a reward function on answers, as a run would."))
@@ -372,6 +369,12 @@ def _scaffold_verb(scaffold: argparse.ArgumentParser) -> None:
     places = ("container", "kubernetes", "server", "slurm")
     scaffold.add_argument("place", choices=places, help="where profiles are to run")
     scaffold.add_argument("--out", required=True, metavar="DIR", help="folder for the files")
+
+
+def _topic_verbs(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
+    _sweep_verb(command("sweep", "Run a profile with several values of its keys and compare the results."))
+    text = "Run the whole graph of a profile with tiny models and few rows; list problems."
+    _rehearse_verb(command("rehearse", text))
 
 
 def _rehearse_verb(parser: argparse.ArgumentParser) -> None:

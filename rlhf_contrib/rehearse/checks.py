@@ -2,7 +2,12 @@
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,7 +21,11 @@ from rlhf_core.config.engines import LEAST_TEMPERATURE
 from rlhf_core.config.policy import PPOConfig
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.tables import Demonstration
-from rlhf_core.errors import DataError, RlhfError, explain
+from rlhf_core.errors import (
+    DataError,
+    RlhfError,
+    explain,
+)
 from rlhf_core.models.architecture import length_limit, read_config
 from rlhf_core.types import Message
 from rlhf_core.user_code.dependencies import unseen_reads
@@ -31,19 +40,56 @@ def missing_packages(config: PipelineConfig, nodes: Iterable[Node]) -> Iterator[
     """Yield a problem for each option whose package is not installed."""
     trainer, sampler = config.runtime.trainer, config.runtime.sampler
     wanted: list[tuple[str, object, object, str, str]] = [
-        ("runtime.trainer.attention", trainer.attention, "flash_attention_2", "flash_attn", FLASH),
-        ("runtime.trainer.liger", trainer.liger, True, "liger_kernel", KERNELS),
-        ("runtime.trainer.engine", trainer.engine, "deepspeed", "deepspeed", "pip install 'rlhf-lifecycle[cpu]'"),
-        ("runtime.sampler.type", sampler.type, "vllm", "vllm", "pip install 'rlhf-lifecycle[cpu]'"),
+        (
+            "runtime.trainer.attention",
+            trainer.attention,
+            "flash_attention_2",
+            "flash_attn",
+            FLASH,
+        ),
+        (
+            "runtime.trainer.liger",
+            trainer.liger,
+            True,
+            "liger_kernel",
+            KERNELS,
+        ),
+        (
+            "runtime.trainer.engine",
+            trainer.engine,
+            "deepspeed",
+            "deepspeed",
+            "pip install 'rlhf-lifecycle[cpu]'",
+        ),
+        (
+            "runtime.sampler.type",
+            sampler.type,
+            "vllm",
+            "vllm",
+            "pip install 'rlhf-lifecycle[cpu]'",
+        ),
     ]
     for node in nodes:
         for name, owner in (("lora", node.config), ("value.lora", getattr(node.config, "value", None))):
             lora = getattr(owner, "lora", None)
             quantize = getattr(lora, "quantize", "")
-            wanted.append((f"{node.path}.{name}.quantize", quantize, "nf4", "bitsandbytes", KERNELS))
+            wanted.append(
+                (
+                    f"{node.path}.{name}.quantize",
+                    quantize,
+                    "nf4",
+                    "bitsandbytes",
+                    KERNELS,
+                )
+            )
     for key, value, needing, package, remedy in wanted:
         if value == needing and find_spec(package) is None:
-            yield explain(key, value, f"needs the package {package}, which is not installed", remedy)
+            yield explain(
+                key,
+                value,
+                f"needs the package {package}, which is not installed",
+                remedy,
+            )
 
 
 def unseen_code(nodes: Iterable[Node]) -> Iterator[str]:
@@ -52,7 +98,12 @@ def unseen_code(nodes: Iterable[Node]) -> Iterator[str]:
     for node in nodes:
         for key, function in reward_functions(node.config, node.path).items():
             for phrase in unseen_reads(function, key=key):
-                yield explain(key, function, f"{phrase}, which the key does not contain", remedy)
+                yield explain(
+                    key,
+                    function,
+                    f"{phrase}, which the key does not contain",
+                    remedy,
+                )
 
 
 # ---------------------------------------------------------------- rows
@@ -68,7 +119,12 @@ def dropped_rows(label: str, folder: Path) -> Iterator[str]:
         drop = first.get(reason) or next(one for one in report["drops"] if one["reason"].startswith(reason))
         place = f"{Path(drop['file']).name}:{drop['line']}" if drop["line"] else drop["source"]
         rule = f"{count:,} of {read:,} rows are dropped: {drop['reason']} (first at {place})"
-        yield explain(f"{label}.data", drop["source"], rule, remedy)
+        yield explain(
+            f"{label}.data",
+            drop["source"],
+            rule,
+            remedy,
+        )
 
 
 def cut_rows(nodes: Iterable[Node], lengths: Mapping[str, Any]) -> Iterator[str]:
@@ -80,10 +136,19 @@ def cut_rows(nodes: Iterable[Node], lengths: Mapping[str, Any]) -> Iterator[str]
             found = lengths.get(f"{label}/{part}/train")
             if found and found["row"] > most and not getattr(node.config, "window_overlap", 0):
                 rule = f"row {found['id']} of {name} has {found['row']} tokens and loses its end"
-                yield explain(f"{node.path}.max_length", most, rule, "raise it, or lower prepare_data.max_tokens")
+                yield explain(
+                    f"{node.path}.max_length",
+                    most,
+                    rule,
+                    "raise it, or lower prepare_data.max_tokens",
+                )
 
 
-def long_prompts(nodes: Iterable[Node], lengths: Mapping[str, Any], context: int | None) -> Iterator[str]:
+def long_prompts(
+    nodes: Iterable[Node],
+    lengths: Mapping[str, Any],
+    context: int | None,
+) -> Iterator[str]:
     """Yield a problem for each sampling whose longest prompt and answer exceed the context."""
     for node in nodes:
         for key, most, name in sampled(node):
@@ -92,7 +157,12 @@ def long_prompts(nodes: Iterable[Node], lengths: Mapping[str, Any], context: int
             if context and found and found["prompt"] + most > context:
                 rule = f"the longest prompt of {name} has {found['prompt']} tokens, and the context holds {context}"
                 remedy = "lower it or prepare_data.max_prompt_tokens, or raise runtime.sampler.max_model_len"
-                yield explain(key, most, rule, remedy)
+                yield explain(
+                    key,
+                    most,
+                    rule,
+                    remedy,
+                )
 
 
 def sampled(node: Node) -> Iterator[tuple[str, int, str]]:
@@ -118,19 +188,30 @@ def context_of(config: PipelineConfig, base: Path) -> int | None:
 # ---------------------------------------------------------------- templates
 
 
-def silent_words(chat: ChatTemplate, rows: Iterable[Any], *, key: str, template: str) -> Iterator[str]:
+def silent_words(
+    chat: ChatTemplate,
+    rows: Iterable[Any],
+    *,
+    key: str,
+    template: str,
+) -> Iterator[str]:
     """Yield a problem for each kind of words that the chat template leaves out of rows."""
     seen = set()
     for row in rows:
-        for kind, words in left_out(chat, row):
+        for kind, words in words_left_out(chat, row):
             if kind not in seen:
                 seen.add(kind)
                 rule = f"the template does not render {kind} of row {row.id}: {words[:60]!r}"
                 remedy = "give a template that does (prepare_data.chat_template), or change the rows"
-                yield explain(key, template, rule, remedy)
+                yield explain(
+                    key,
+                    template,
+                    rule,
+                    remedy,
+                )
 
 
-def left_out(chat: ChatTemplate, row: Any) -> Iterator[tuple[str, str]]:
+def words_left_out(chat: ChatTemplate, row: Any) -> Iterator[tuple[str, str]]:
     """Yield the kind and the words of messages that a row's text, or its trained text, lacks."""
     try:
         for asked, answered, segments in renderings(chat, row):
@@ -141,7 +222,7 @@ def left_out(chat: ChatTemplate, row: Any) -> Iterator[tuple[str, str]]:
                 if message.role != "assistant" and squeeze(message.content) not in whole:
                     yield f"words of the role {message.role}", message.content
             for message in answered:
-                for kind, words in spoken(message):
+                for kind, words in parts_of_answer(message):
                     if squeeze(words) not in trained:
                         yield kind, words
     except DataError:
@@ -161,7 +242,7 @@ def renderings(chat: ChatTemplate, row: Any) -> Iterator[tuple[Sequence[Message]
         yield (*row.prompt, *answer), trained, chat.segments((*row.prompt, *answer), answers_from=len(row.prompt))
 
 
-def spoken(message: Message) -> Iterator[tuple[str, str]]:
+def parts_of_answer(message: Message) -> Iterator[tuple[str, str]]:
     """Yield thoughts, words and tool calls of an answer."""
     thoughts, closing, words = message.content.rpartition("</think>")
     if closing:
@@ -193,17 +274,31 @@ def flat_groups(nodes: Iterable[Node]) -> Iterator[str]:
         if compares and config.sampling.temperature <= 5 * LEAST_TEMPERATURE:  # type: ignore[attr-defined]
             temperature = config.sampling.temperature  # type: ignore[attr-defined]
             rule = "the answers to a prompt are all the same, and so are their rewards"
-            yield explain(f"{node.path}.sampling.temperature", temperature, rule, "raise it; 1.0 is usual")
+            yield explain(
+                f"{node.path}.sampling.temperature",
+                temperature,
+                rule,
+                "raise it; 1.0 is usual",
+            )
 
 
-def missing_numbers(config: PipelineConfig, label: str, known: Mapping[str, float]) -> Iterator[str]:
+def missing_numbers(
+    config: PipelineConfig,
+    label: str,
+    known: Mapping[str, float],
+) -> Iterator[str]:
     """Yield a problem for each gate after a stage that reads a number which its result lacks."""
     for index, gate in enumerate(config.gates):
         # Rewards and agents log numbers of any name, which the plan cannot know.
         if gate.after == label and gate.metric and gate.metric not in known:
             rule = f"the result of {label} has no such number"
             remedy = f"name one of {', '.join(sorted(known)[:12])}"
-            yield explain(f"gates[{index}].metric", gate.metric, rule, remedy)
+            yield explain(
+                f"gates[{index}].metric",
+                gate.metric,
+                rule,
+                remedy,
+            )
 
 
 def text_of(error: BaseException, key: str) -> str:
@@ -211,4 +306,9 @@ def text_of(error: BaseException, key: str) -> str:
     text = " ".join(str(error).split())
     if isinstance(error, RlhfError) and re.match(r"[\w.\[\]/-]+ = ", text):
         return text
-    return explain(key, type(error).__name__, text[:500], "see the log of the rehearsal")
+    return explain(
+        key,
+        type(error).__name__,
+        text[:500],
+        "see the log of the rehearsal",
+    )

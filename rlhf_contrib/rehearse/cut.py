@@ -10,14 +10,31 @@ from typing import Any
 from pipelines.flows.profile import PipelineConfig
 from pipelines.flows.run_rules import BudgetConfig, TrackConfig
 from rlhf_core.algorithms.advantage.base import GroupAdvantage
-from rlhf_core.config.annotators import FileAnnotator, ProgramAnnotator, ReviewAnnotator
-from rlhf_core.config.data import ArithmeticWorld, InstructionsWorld, SupportWorld
+from rlhf_core.config.annotators import (
+    FileAnnotator,
+    ProgramAnnotator,
+    ReviewAnnotator,
+)
+from rlhf_core.config.data import (
+    ArithmeticWorld,
+    InstructionsWorld,
+    SupportWorld,
+)
 from rlhf_core.config.engines import SamplingConfig, TrainerConfig
 from rlhf_core.config.models import InitModel, LoraConfig
 from rlhf_core.config.monitors import HeldOutConfig
-from rlhf_core.config.policy import LoopConfig, PartialRollouts, PPOConfig, PtxConfig
+from rlhf_core.config.policy import (
+    LoopConfig,
+    PartialRollouts,
+    PPOConfig,
+    PtxConfig,
+)
 from rlhf_core.config.rewards import FunctionReward, WeightedSum
-from rlhf_core.config.runtime import RuntimeConfig, VllmSamplerConfig, VllmServerSamplerConfig
+from rlhf_core.config.runtime import (
+    RuntimeConfig,
+    VllmSamplerConfig,
+    VllmServerSamplerConfig,
+)
 from rlhf_core.config.schedule import ScheduledSampling, SchedulePart
 from rlhf_core.schema.base import Config
 from stages.config.condition import ConditionConfig
@@ -26,7 +43,12 @@ from stages.config.evaluate_harness import HarnessSuite
 from stages.config.generate import GenerateConfig
 from stages.config.propose_comparisons import ProposeComparisonsConfig
 from stages.config.score import ScoreConfig
-from stages.config.select import Pairs, PromptsInBand, Selection, Threshold
+from stages.config.select import (
+    Pairs,
+    PromptsInBand,
+    Selection,
+    Threshold,
+)
 from stages.config.suite_prompts import SuitePromptsConfig
 from stages.config.synthesize import SynthesizeConfig
 
@@ -52,10 +74,10 @@ class Cut:
     after: object
 
     def __str__(self) -> str:
-        return f"{self.key}: {shown(self.before)} -> {shown(self.after)}"
+        return f"{self.key}: {in_few_words(self.before)} -> {in_few_words(self.after)}"
 
 
-def shown(value: object) -> str:
+def in_few_words(value: object) -> str:
     """A value in a few words."""
     if isinstance(value, Config):
         return str(getattr(value, "type", type(value).__name__))
@@ -74,31 +96,63 @@ def lower(config: Any, **limits: float) -> Changes:
 def cut_model(config: InitModel) -> Changes:
     """Two layers of width 128. The vocabulary and the context stay, since rows depend on them."""
     kv_heads = 4 if config.kv_heads == config.heads else 2
-    shape = {"heads": 4, "kv_heads": kv_heads, "layers": min(2, config.layers)}
+    shape = {
+        "heads": 4,
+        "kv_heads": kv_heads,
+        "layers": min(2, config.layers),
+    }
     # vLLM on a CPU needs heads of width 32.
     return shape | {"hidden_size": 128, "intermediate_size": 256}
 
 
 def cut_runtime(config: RuntimeConfig) -> Changes:
     """One worker and one engine in this process's machine, without GPUs. DeepSpeed, Ray and vLLM stay."""
-    one = {"train_workers": 1, "gpus_per_train_worker": 0, "gpus_per_engine": 0, "pools": {}}
+    one = {
+        "train_workers": 1,
+        "gpus_per_train_worker": 0,
+        "gpus_per_engine": 0,
+        "pools": {},
+    }
     sampler = config.sampler
     if isinstance(sampler, VllmServerSamplerConfig):
         sampler = VllmSamplerConfig(max_model_len=sampler.max_model_len, kv_cache_gib=0.25, max_num_seqs=16)
-    return {**one, "execution": "inline", "retries": 0, "time_limit_s": 0.0, "sampler": sampler}
+    return {
+        **one,
+        "execution": "inline",
+        "retries": 0,
+        "time_limit_s": 0.0,
+        "sampler": sampler,
+    }
 
 
 def cut_trainer(config: TrainerConfig) -> Changes:
     """Float32 with the attention that a CPU has."""
     parallel = {"sequence_parallel": 1, "tensor_parallel": 1}
-    on_gpu = {"dtype": "float32", "fp32_reduce": False, "liger": False, "offload_optimizer": False, "sleep": False}
+    on_gpu = {
+        "dtype": "float32",
+        "fp32_reduce": False,
+        "liger": False,
+        "offload_optimizer": False,
+        "sleep": False,
+    }
     attention = "sdpa" if config.attention == "flash_attention_2" else config.attention
-    return {**parallel, **on_gpu, "attention": attention, **lower(config, micro_batch=BATCH)}
+    return {
+        **parallel,
+        **on_gpu,
+        "attention": attention,
+        **lower(config, micro_batch=BATCH),
+    }
 
 
 def cut_vllm(config: VllmSamplerConfig) -> Changes:
     """One small engine."""
-    one = {"engines": 1, "tensor_parallel": 1, "dtype": "float32", "enforce_eager": True, "sleep": False}
+    one = {
+        "engines": 1,
+        "tensor_parallel": 1,
+        "dtype": "float32",
+        "enforce_eager": True,
+        "sleep": False,
+    }
     return {**one, **lower(config, max_num_seqs=16, kv_cache_gib=0.25)}
 
 
@@ -112,17 +166,36 @@ def cut_lora(config: LoraConfig) -> Changes:
 
 def cut_loop(config: LoopConfig) -> Changes:
     """Two optimizer steps of small batches. Policies that are exported on the way are made at other steps."""
-    once = {"epochs": 1, "max_steps": STEPS, "eval_every": 1, "checkpoint_every": 1}
+    once = {
+        "epochs": 1,
+        "max_steps": STEPS,
+        "eval_every": 1,
+        "checkpoint_every": 1,
+    }
     return {**once, **lower(config, batch_size=BATCH)}
 
 
 def cut_policy_optimization(config: PPOConfig) -> Changes:
     """Two steps, or one for each part of the schedule and for each policy that is exported."""
-    steps = max(STEPS, len(config.schedule), len(config.exported_steps) + 1, config.staleness + 1)
+    steps = max(
+        STEPS,
+        len(config.schedule),
+        len(config.exported_steps) + 1,
+        config.staleness + 1,
+    )
     least = config.advantage.least_group if isinstance(config.advantage, GroupAdvantage) else 1
     samples = min(config.samples_per_prompt, max(ANSWERS, least))
-    found: dict[str, Any] = {"steps": steps, "samples_per_prompt": samples, "checkpoint_every": 1}
-    found |= lower(config, prompts_per_step=BATCH, minibatches=2, epochs=2)
+    found: dict[str, Any] = {
+        "steps": steps,
+        "samples_per_prompt": samples,
+        "checkpoint_every": 1,
+    }
+    found |= lower(
+        config,
+        prompts_per_step=BATCH,
+        minibatches=2,
+        epochs=2,
+    )
     found["minibatches"] = min(config.minibatches, 2, samples * min(config.prompts_per_step, BATCH))
     if config.exported_steps:
         found["export_every"] = 1
@@ -154,7 +227,12 @@ def cut_world(config: Any) -> Changes:
     return lower(config, **dict.fromkeys(tables, ROWS))
 
 
-TABLES = ("demonstrations", "preferences", "prompts", "steps")
+TABLES = (
+    "demonstrations",
+    "preferences",
+    "prompts",
+    "steps",
+)
 
 
 def cut_sampling(config: SamplingConfig) -> Changes:
@@ -180,13 +258,29 @@ def cut_scoring(config: ScoreConfig) -> Changes:
         return {}
     tie = FunctionReward(function=f"{STAND_INS}:break_ties", weight=1e-6)
     terms = {**config.rewards.terms, "rehearsal": tie}
-    return {"rewards": config.rewards.model_copy(update={"terms": terms, "composition": WeightedSum(), "clip": 0.0})}
+    return {
+        "rewards": config.rewards.model_copy(
+            update={
+                "terms": terms,
+                "composition": WeightedSum(),
+                "clip": 0.0,
+            }
+        )
+    }
 
 
 def cut_selection(config: Any) -> Changes:
     """Selections that keep rows: random weights earn little, and do not end their answers."""
     found: dict[str, Any] = {}
-    if isinstance(config, (Selection, ConditionConfig, ProposeComparisonsConfig, SynthesizeConfig)):
+    if isinstance(
+        config,
+        (
+            Selection,
+            ConditionConfig,
+            ProposeComparisonsConfig,
+            SynthesizeConfig,
+        ),
+    ):
         found["drop_truncated"] = False
     if isinstance(config, Threshold):
         found["minimum"] = -1e9
@@ -197,7 +291,11 @@ def cut_selection(config: Any) -> Changes:
     if isinstance(config, SynthesizeConfig):
         # What random weights write holds no pattern.
         found |= {} if config.server else {"pattern": ""}
-        found |= {"min_characters": 1, "max_characters": 0, **cut_answers(config)}
+        found |= {
+            "min_characters": 1,
+            "max_characters": 0,
+            **cut_answers(config),
+        }
     return found
 
 
@@ -210,7 +308,14 @@ RULES: tuple[tuple[type | tuple[type, ...], Callable[[Any], Changes]], ...] = (
     (LoopConfig, cut_loop),
     (PPOConfig, cut_policy_optimization),
     (PtxConfig, lambda config: lower(config, batch_size=BATCH)),
-    (HeldOutConfig, lambda config: {"every": 1, "patience": 0, **lower(config, prompts=3)}),
+    (
+        HeldOutConfig,
+        lambda config: {
+            "every": 1,
+            "patience": 0,
+            **lower(config, prompts=3),
+        },
+    ),
     (EvaluateConfig, cut_evaluation),
     (HarnessSuite, cut_suite),
     ((SupportWorld, ArithmeticWorld, InstructionsWorld), cut_world),
@@ -220,7 +325,16 @@ RULES: tuple[tuple[type | tuple[type, ...], Callable[[Any], Changes]], ...] = (
     (ScoreConfig, cut_scoring),
     (SuitePromptsConfig, lambda config: {"max_prompts": ANSWERS}),
     (ProposeComparisonsConfig, lambda config: lower(config, budget=8)),
-    ((Selection, PromptsInBand, ConditionConfig, ProposeComparisonsConfig, SynthesizeConfig), cut_selection),
+    (
+        (
+            Selection,
+            PromptsInBand,
+            ConditionConfig,
+            ProposeComparisonsConfig,
+            SynthesizeConfig,
+        ),
+        cut_selection,
+    ),
 )
 """Classes of options, and the options that a rehearsal changes there."""
 
@@ -245,24 +359,24 @@ class Cutter:
         if isinstance(value, Config):
             return self.replace(self._cut_options(value, key), key)
         if isinstance(value, dict):
-            return {self.names.get(name, name): self(one, join(key, str(name))) for name, one in value.items()}
+            return {self.names.get(name, name): self(one, dotted(key, str(name))) for name, one in value.items()}
         if isinstance(value, tuple):
             return tuple(self(one, f"{key}[{at}]") for at, one in enumerate(value))
         return self.names.get(value, value) if isinstance(value, str) else value
 
     def _cut_options(self, config: Config, key: str) -> Config:
         options = {name: getattr(config, name) for name in type(config).model_fields}
-        below = {name: self(value, join(key, name)) for name, value in options.items()}
+        below = {name: self(value, dotted(key, name)) for name, value in options.items()}
         cut = config.model_copy(update={name: value for name, value in below.items() if value != options[name]})
         for kind, rule in RULES:
             if isinstance(cut, kind):
                 changes = {name: value for name, value in rule(cut).items() if value != getattr(cut, name)}
-                self.cuts += [Cut(join(key, name), options[name], value) for name, value in changes.items()]
+                self.cuts += [Cut(dotted(key, name), options[name], value) for name, value in changes.items()]
                 cut = cut.model_copy(update=changes)
         return cut
 
 
-def join(key: str, name: str) -> str:
+def dotted(key: str, name: str) -> str:
     """The key of an option below another one."""
     return f"{key}.{name}" if key else name
 
@@ -282,7 +396,12 @@ def cut_profile(config: PipelineConfig, replace: Callable[[Any, str], Any]) -> t
     """
     cutter = Cutter(replace, exported_names(config))
     cut = cutter(config, "")
-    outside: dict[str, Any] = {"store": "", "gates": (), "budget": BudgetConfig(), "notify": None}
+    outside: dict[str, Any] = {
+        "store": "",
+        "gates": (),
+        "budget": BudgetConfig(),
+        "notify": None,
+    }
     outside["track"] = TrackConfig()
     changed = {name: value for name, value in outside.items() if getattr(config, name) != value}
     cutter.cuts += [Cut(name, getattr(config, name), value) for name, value in changed.items()]
@@ -294,7 +413,11 @@ def cut_profile(config: PipelineConfig, replace: Callable[[Any, str], Any]) -> t
     return cut, cutter.cuts
 
 
-def with_steps(config: Any, path: str, steps: int) -> Any:
+def with_steps(
+    config: Any,
+    path: str,
+    steps: int,
+) -> Any:
     """The profile with so many steps of the training at `path`, after each of which but the last it exports a policy."""
     name, _, rest = path.partition(".")
     inner = config[name] if isinstance(config, dict) else getattr(config, name)

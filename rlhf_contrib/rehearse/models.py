@@ -21,13 +21,38 @@ HEADS, HEAD_DIM, LAYERS = 4, 32, 2
 SIZES = {
     **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers"), LAYERS),
     **dict.fromkeys(("hidden_size", "n_embd", "d_model"), HEADS * HEAD_DIM),
-    **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "intermediate_size_mlp"), 256),
+    **dict.fromkeys(
+        (
+            "intermediate_size",
+            "n_inner",
+            "ffn_dim",
+            "intermediate_size_mlp",
+        ),
+        256,
+    ),
     **dict.fromkeys(("num_attention_heads", "n_head"), HEADS),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 64),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
     **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token"), 2),
-    **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "decoder_sparse_step"), 1),
-    **dict.fromkeys(("head_dim", "v_head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "q_lora_rank"), HEAD_DIM),
+    **dict.fromkeys(
+        (
+            "n_group",
+            "topk_group",
+            "first_k_dense_replace",
+            "decoder_sparse_step",
+        ),
+        1,
+    ),
+    **dict.fromkeys(
+        (
+            "head_dim",
+            "v_head_dim",
+            "qk_nope_head_dim",
+            "qk_rope_head_dim",
+            "q_lora_rank",
+        ),
+        HEAD_DIM,
+    ),
     "kv_lora_rank": HEAD_DIM,
     "max_window_layers": LAYERS,
 }
@@ -35,27 +60,52 @@ SIZES = {
 SEED = 17
 
 
-def write_tiny_policy(model: PretrainedModel, folder: Path, *, key: str) -> PretrainedModel:
+def write_tiny_policy(
+    model: PretrainedModel,
+    folder: Path,
+    *,
+    key: str,
+) -> PretrainedModel:
     """Write a tiny language model to `folder`. Raises ConfigError if configuration or tokenizer cannot be read."""
     source = local_folder(model)
     options: dict[str, Any] = {"gguf_file": model.gguf_file} if model.gguf_file else {}
     if source is None:
         options["revision"] = model.revision
     try:
-        write_tiny(str(source or model.path), folder, AutoModelForCausalLM, options)
+        write_tiny(
+            str(source or model.path),
+            folder,
+            AutoModelForCausalLM,
+            options,
+        )
     except (OSError, ValueError, ImportError) as error:
         rule = f"could not be read ({str(error).strip().splitlines()[0]})"
-        raise ConfigError(f"{key}.path", model.path, rule, "check the name, the revision and the files") from error
+        raise ConfigError(
+            f"{key}.path",
+            model.path,
+            rule,
+            "check the name, the revision and the files",
+        ) from error
     return PretrainedModel(path=str(folder), chat_template_kwargs=model.chat_template_kwargs)
 
 
 def write_tiny_reward_model(source: str, folder: Path) -> str:
     """Write a tiny sequence classifier with one output to `folder`, and return its path."""
-    write_tiny(str(Path(source).expanduser()), folder, AutoModelForSequenceClassification, {})
+    write_tiny(
+        str(Path(source).expanduser()),
+        folder,
+        AutoModelForSequenceClassification,
+        {},
+    )
     return str(folder)
 
 
-def write_tiny(source: str, folder: Path, kind: Any, options: dict[str, Any]) -> None:
+def write_tiny(
+    source: str,
+    folder: Path,
+    kind: Any,
+    options: dict[str, Any],
+) -> None:
     """Write a model of `kind` with the small sizes, and the tokenizer of `source`."""
     config = AutoConfig.from_pretrained(source, trust_remote_code=False, **options)
     tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, **options)

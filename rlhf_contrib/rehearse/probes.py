@@ -4,24 +4,50 @@ What a random model writes says little about a reward: a rule for right answers 
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import (
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from pipelines.flows.nodes import Node, prepared_part, rewards_in
-from rlhf_contrib.rehearse.problems import GROUPS, REWARD_ARGUMENTS, REWARD_CONSTANT, REWARD_FAILS, Rehearsal
+from pipelines.flows.nodes import (
+    Node,
+    prepared_part,
+    rewards_in,
+)
+from rlhf_contrib.rehearse.problems import (
+    GROUPS,
+    REWARD_ARGUMENTS,
+    REWARD_CONSTANT,
+    REWARD_FAILS,
+    Rehearsal,
+)
 from rlhf_contrib.rehearse.rows import ASKED
 from rlhf_contrib.rehearse.servers import MOST_REQUESTS, Route
 from rlhf_core.algorithms.advantage.base import GroupAdvantage
 from rlhf_core.config.policy import PPOConfig
-from rlhf_core.config.rewards import FunctionReward, JudgeReward, RemoteReward, RewardsConfig
+from rlhf_core.config.rewards import (
+    FunctionReward,
+    JudgeReward,
+    RemoteReward,
+    RewardsConfig,
+)
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.errors import explain
 from rlhf_core.rewards.batches import BatchedReward
 from rlhf_core.rewards.scoring import Scorer
 from rlhf_core.rewards.terms import identity, open_elsewhere
-from rlhf_core.types import Completion, Generation, Prompt, floats, ids, label_fields
+from rlhf_core.types import (
+    Completion,
+    Generation,
+    Prompt,
+    floats,
+    ids,
+    label_fields,
+)
 
 Probed = FunctionReward | RemoteReward | JudgeReward
 PROMPTS = 2
@@ -58,10 +84,21 @@ def written_answers(prompt: Prompt, texts: Sequence[str]) -> list[str]:
     return list(dict.fromkeys([*forms, *right, *texts, *OTHERS]))
 
 
-def generation(prompt: Prompt, text: str, chat: ChatTemplate) -> Generation:
+def generation(
+    prompt: Prompt,
+    text: str,
+    chat: ChatTemplate,
+) -> Generation:
     """An answer with the tokens that it has in the base model's tokenizer."""
     tokens = chat.tokenizer(text, add_special_tokens=False)["input_ids"] + [chat.eos_id]
-    said = Completion(ids(tokens), floats([0.0] * len(tokens)), text, "stop", policy_version=0, seed=0)
+    said = Completion(
+        ids(tokens),
+        floats([0.0] * len(tokens)),
+        text,
+        "stop",
+        policy_version=0,
+        seed=0,
+    )
     return Generation(prompt, ids(chat.prompt_ids(prompt.messages)), said)
 
 
@@ -84,18 +121,44 @@ def probe_rewards(
     for node in nodes:
         table, sources = table_behind(node, made)
         asked = [one for one in answers.get(table, ()) if not sources or one.prompt.source in sources]
-        for key, rewards in judged_by(node).items() if asked else ():
+        for key, rewards in rewards_judging(node).items() if asked else ():
             with ExitStack() as leases:
                 opened: dict[str, BatchedReward] = {}
                 for name, term in rewards.terms.items():
                     same = f"{identity(term)} {term.sources}"
                     if isinstance(term, (FunctionReward, RemoteReward, JudgeReward)) and name != "rehearsal":
                         path = f"{key}.terms.{name}" if name != "gold" else key
-                        values = [] if same in seen else list(probe(path, term, asked, folder, leases, opened, found))
-                        check_values(path, term, values, routes, found)
+                        values = (
+                            []
+                            if same in seen
+                            else list(
+                                probe_term(
+                                    path,
+                                    term,
+                                    asked,
+                                    folder,
+                                    leases,
+                                    opened,
+                                    found,
+                                )
+                            )
+                        )
+                        check_values(
+                            path,
+                            term,
+                            values,
+                            routes,
+                            found,
+                        )
                         seen.add(same)
                 if opened.keys() == rewards.terms.keys():
-                    check_groups(node, rewards, opened, asked, found)
+                    check_groups(
+                        node,
+                        rewards,
+                        opened,
+                        asked,
+                        found,
+                    )
 
 
 def probed_answers(
@@ -115,7 +178,13 @@ def table_behind(node: Node, made: Mapping[str, Node]) -> tuple[str, set[str]]:
     mixtures = config.mixtures.values() if isinstance(config, PPOConfig) else [getattr(config, "mixture", {})]
     own = {source for mixture in mixtures for source in mixture} | set(getattr(config, "sources", ()))
     read = node.reads()
-    kinds = ("prompts", "generations", "rollouts", "pool", "tables")
+    kinds = (
+        "prompts",
+        "generations",
+        "rollouts",
+        "pool",
+        "tables",
+    )
     for name in (name for kind in kinds for name in read.get(kind, ())):
         if prepared_part(name)[1] in ASKED:
             return prepared_part(name)[1], own
@@ -125,7 +194,7 @@ def table_behind(node: Node, made: Mapping[str, Node]) -> tuple[str, set[str]]:
     return "", own
 
 
-def judged_by(node: Node) -> dict[str, RewardsConfig]:
+def rewards_judging(node: Node) -> dict[str, RewardsConfig]:
     """The rewards of a node by key, and its gold reward as rewards of one term."""
     found = {f"{node.path}.{key}": rewards for key, rewards in rewards_in(node.config).items()}
     gold = getattr(node.config, "gold", "")
@@ -134,7 +203,7 @@ def judged_by(node: Node) -> dict[str, RewardsConfig]:
     return found
 
 
-def probe(
+def probe_term(
     key: str,
     term: Probed,
     answers: Sequence[Generation],
@@ -150,7 +219,12 @@ def probe(
         term = term.model_copy(update={"concurrency": 1, "corrections": 0})
     name = key.rpartition(".")[2]
     try:
-        reward = open_elsewhere(name, term, folder, leases)
+        reward = open_elsewhere(
+            name,
+            term,
+            folder,
+            leases,
+        )
         outcome = reward(wanted)
     except Exception as error:  # of the user's code or server, in any form
         text = " ".join(str(error).split())
@@ -158,12 +232,28 @@ def probe(
         remedy = f"give them as {key}.arguments" if lacks else "mend it; `rlhf try-reward` calls it once"
         kind = REWARD_ARGUMENTS if lacks else REWARD_FAILS
         # The end of a traceback names the error.
-        found.add(kind, explain(key, getattr(term, "function", term.type), f"fails: {text[-300:]}", remedy))
+        found.add(
+            kind,
+            explain(
+                key,
+                getattr(term, "function", term.type),
+                f"fails: {text[-300:]}",
+                remedy,
+            ),
+        )
         return
     opened[name] = reward
     for at, why in list(outcome.failures.items())[:1]:
         rule = f"fails for {len(outcome.failures)} of {len(wanted)} answers, such as {wanted[at].completion.text[:40]!r}: {why}"
-        found.add(REWARD_FAILS, explain(key, getattr(term, "function", term.type), rule, "mend it"))
+        found.add(
+            REWARD_FAILS,
+            explain(
+                key,
+                getattr(term, "function", term.type),
+                rule,
+                "mend it",
+            ),
+        )
     yield from outcome.values
 
 
@@ -180,7 +270,15 @@ def check_values(
         rule = f"is {different.pop():g} for each"
     remedy = "check which columns it reads (docs/score.md), and the labels of the prompts"
     said = f"{rule} of {len(values)} written answers, good and bad ones, so nothing can be learned from it"
-    found.add(REWARD_CONSTANT, explain(key, getattr(term, "function", term.type), said, remedy))
+    found.add(
+        REWARD_CONSTANT,
+        explain(
+            key,
+            getattr(term, "function", term.type),
+            said,
+            remedy,
+        ),
+    )
 
 
 def check_groups(
@@ -205,4 +303,12 @@ def check_groups(
     if groups and all(len(different) == 1 for different in groups.values()):
         rule = f"the written answers to each of {len(groups)} prompts have the same reward"
         remedy = "let the reward depend on the answer, and check clip, gates and weights"
-        found.add(GROUPS, explain(f"{node.path}.rewards", list(rewards.terms), rule, remedy))
+        found.add(
+            GROUPS,
+            explain(
+                f"{node.path}.rewards",
+                list(rewards.terms),
+                rule,
+                remedy,
+            ),
+        )

@@ -20,7 +20,7 @@ STAGE = "a stage fails"
 
 
 @dataclass(frozen=True)
-class Problem:
+class FoundProblem:
     """Something that would fail, or mislead, in the run itself."""
 
     kind: str
@@ -46,10 +46,10 @@ class Rehearsal:
     nodes: list[NodeResult] = field(default_factory=list)
     cuts: list[Cut] = field(default_factory=list)
     facts: list[str] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
+    problems: list[FoundProblem] = field(default_factory=list)
 
     def add(self, kind: str, *texts: str) -> None:
         """Note problems, each once."""
         for text in texts:
             if text not in (problem.text for problem in self.problems):
-                self.problems.append(Problem(kind, text))
+                self.problems.append(FoundProblem(kind, text))

@@ -61,7 +61,12 @@ class RowsConfig(Config):
     """Most prompts, and held-out rows, of a source."""
 
 
-def run(config: RowsConfig, *, data: PreparedDataRef, context: StageContext) -> PreparedDataRef:
+def run(
+    config: RowsConfig,
+    *,
+    data: PreparedDataRef,
+    context: StageContext,
+) -> PreparedDataRef:
     """Write the rows and the base model, and the most tokens of prompt and row of each whole table."""
     assert data.base is not None
     shutil.copytree(context.path(data.base), context.out / "base")
@@ -75,22 +80,32 @@ def run(config: RowsConfig, *, data: PreparedDataRef, context: StageContext) -> 
         children[name] = (name, kind)
         for split, most in (("train", config.trained), ("eval", config.asked)):
             rows = read(context.path(ref) / f"{split}.parquet")
-            lengths[f"{name}/{split}"] = measure(rows, chat)
+            lengths[f"{name}/{split}"] = measure_rows(rows, chat)
             write(context.out / name / f"{split}.parquet", few(rows, most))
             if name == "preferences":
-                copy_feedback(context.path(ref), context.out / name, split, most)
+                copy_feedback(
+                    context.path(ref),
+                    context.out / name,
+                    split,
+                    most,
+                )
     for name in ASKED:
         ref = getattr(data, name)
         if ref is not None:
             children[name] = (name, PromptsRef)
             rows = read_prompts(context.path(ref))
-            lengths[name] = measure(rows, chat)
+            lengths[name] = measure_rows(rows, chat)
             write_prompts(context.out / name, few(rows, config.asked))
     write_json(context.out / LENGTHS, lengths)
     return context.commit(PreparedDataRef, children=children)
 
 
-def copy_feedback(source: Path, target: Path, split: str, most: int) -> None:
+def copy_feedback(
+    source: Path,
+    target: Path,
+    split: str,
+    most: int,
+) -> None:
     """Write a few of the single judged answers, if there are any."""
     rows = read_feedback(source, split)
     if rows:
@@ -107,7 +122,7 @@ def few(rows: Sequence[Any], most: int) -> list[Any]:
     """
     if not rows:
         return []
-    longest = max(rows, key=characters)
+    longest = max(rows, key=row_characters)
     of_source: dict[str, list[Any]] = defaultdict(list)
     for row in (longest, *(row for row in rows if row is not longest)):
         if len(of_source[row.source]) < most:
@@ -115,7 +130,7 @@ def few(rows: Sequence[Any], most: int) -> list[Any]:
     return [row for row in chain.from_iterable(zip_longest(*of_source.values())) if row is not None]
 
 
-def characters(row: Any) -> int:
+def row_characters(row: Any) -> int:
     """The characters of a row with its longest answer."""
     prompt, answers = parts(row)
     return text_size(prompt) + max(map(text_size, answers), default=0)
@@ -126,10 +141,15 @@ def text_size(turns: Sequence[Any]) -> int:
     return sum(len(message.content) + len(message.tool_fields) for message in turns)
 
 
-def measure(rows: Sequence[Any], chat: ChatTemplate) -> dict[str, Any]:
+def measure_rows(rows: Sequence[Any], chat: ChatTemplate) -> dict[str, Any]:
     """The most tokens of a prompt and of a whole row, and the id of the longest row."""
-    found: dict[str, Any] = {"rows": len(rows), "prompt": 0, "row": 0, "id": ""}
-    for row in sorted(rows, key=characters, reverse=True)[:MEASURED]:
+    found: dict[str, Any] = {
+        "rows": len(rows),
+        "prompt": 0,
+        "row": 0,
+        "id": "",
+    }
+    for row in sorted(rows, key=row_characters, reverse=True)[:MEASURED]:
         prompt, answers = parts(row)
         try:
             asked = len(chat.prompt_ids(prompt)) if prompt else 0

@@ -11,12 +11,22 @@ from typing import Any, TypeVar
 from pipelines.execution.budget import check_comparisons
 from pipelines.execution.gates import known_numbers
 from pipelines.execution.local import LazyRuntime
-from pipelines.execution.plan import PENDING, all_specs, check_gates, expect, placeholder
+from pipelines.execution.plan import (
+    PENDING,
+    all_specs,
+    check_gates,
+    expect,
+    placeholder,
+)
 from pipelines.flows.full import graph, lifecycle
 from pipelines.flows.graph import Stages
 from pipelines.flows.nodes import Node
 from pipelines.flows.profile import PipelineConfig
-from rlhf_contrib.rehearse import checks, problems, rows
+from rlhf_contrib.rehearse import (
+    checks,
+    problems,
+    rows,
+)
 from rlhf_contrib.rehearse.cut import cut_profile, simulate_people
 from rlhf_contrib.rehearse.models import write_tiny_policy, write_tiny_reward_model
 from rlhf_contrib.rehearse.probes import probe_rewards
@@ -24,7 +34,11 @@ from rlhf_contrib.rehearse.problems import NodeResult, Rehearsal
 from rlhf_contrib.rehearse.servers import Servers
 from rlhf_core.config.models import PretrainedModel
 from rlhf_core.data.chat import ChatTemplate
-from rlhf_core.data.tables import read_demonstrations, read_preferences, read_prompts
+from rlhf_core.data.tables import (
+    read_demonstrations,
+    read_preferences,
+    read_prompts,
+)
 from rlhf_core.errors import ConfigError, RlhfError
 from rlhf_core.stage.key import StageSpec
 from rlhf_core.stage.run import execute
@@ -32,7 +46,13 @@ from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.layout import read_json
 from rlhf_core.tracking.further import check_installed
 from rlhf_core.tracking.memory import MemoryTracker
-from rlhf_core.types import ArtifactRef, PolicyRef, PreparedDataRef, Prompt, PromptsRef
+from rlhf_core.types import (
+    ArtifactRef,
+    PolicyRef,
+    PreparedDataRef,
+    Prompt,
+    PromptsRef,
+)
 from stages.config.import_reward_model import ImportRewardModelConfig
 
 logger = logging.getLogger(__name__)
@@ -42,7 +62,11 @@ ROWS_CHECKED = 200
 """Rows of a table, besides the few that are kept, whose text is compared with their messages."""
 
 
-def rehearse(config: PipelineConfig, *, show: Callable[[str], None] = lambda line: None) -> Rehearsal:
+def rehearse(
+    config: PipelineConfig,
+    *,
+    show: Callable[[str], None] = lambda line: None,
+) -> Rehearsal:
     """Run all stages of a profile on a few rows with tiny models, and return what was cut, what ran, and all problems.
 
     Nothing of it stays: the store is private, and nothing is registered.
@@ -63,7 +87,15 @@ def rehearse(config: PipelineConfig, *, show: Callable[[str], None] = lambda lin
             return found
         store = ArtifactStore(Path(folder) / "store")
         store.create()
-        run = Run(config, nodes, cut, store, servers, found, show)
+        run = RehearsalRun(
+            config,
+            nodes,
+            cut,
+            store,
+            servers,
+            found,
+            show,
+        )
         try:
             run.all_stages()
         finally:
@@ -85,7 +117,15 @@ def check_plan(config: PipelineConfig, found: Rehearsal) -> list[Node]:
         found.add(kind, checks.text_of(error, config.name))
         return []
     for check, kind in (
-        (lambda: check_gates(config, lifecycle, specs, until=""), problems.GATES),
+        (
+            lambda: check_gates(
+                config,
+                lifecycle,
+                specs,
+                until="",
+            ),
+            problems.GATES,
+        ),
         (lambda: check_installed(config.track.also), problems.PACKAGES),
         (lambda: check_comparisons(config.budget, list(specs.values())), problems.STAGE),
     ):
@@ -121,7 +161,7 @@ class Replacements:
 
 
 @dataclass
-class Run:
+class RehearsalRun:
     """A rehearsal under way. It is the `RunStage` of the graph."""
 
     config: PipelineConfig
@@ -171,7 +211,7 @@ class Run:
         except Exception as error:
             logger.warning("%s: failed", spec.label, exc_info=error)
             key = self.keys.get(spec.label, spec.label)
-            self.found.add(kind_of(error), checks.text_of(error, key))
+            self.found.add(class_of_error(error), checks.text_of(error, key))
             self._note(spec, "failed", time.monotonic() - began)
             return placeholder(spec, kind)
         self._check_record(spec, ref)
@@ -181,14 +221,30 @@ class Run:
         return ref
 
     def _execute(self, spec: StageSpec) -> ArtifactRef:
-        tracker = self.tracker.stage(spec.label, key=spec.label, params={}, tags={})
+        tracker = self.tracker.stage(
+            spec.label,
+            key=spec.label,
+            params={},
+            tags={},
+        )
         ref, _ = execute(
-            self.store, spec, runtime=self.runtime, tracker=tracker, progress=lambda done, total, message: None
+            self.store,
+            spec,
+            runtime=self.runtime,
+            tracker=tracker,
+            progress=lambda done, total, message: None,
         )
         return ref
 
     def _note(self, spec: StageSpec, state: str, seconds: float) -> None:
-        self.found.nodes.append(NodeResult(spec.label, spec.name, state, seconds))
+        self.found.nodes.append(
+            NodeResult(
+                spec.label,
+                spec.name,
+                state,
+                seconds,
+            )
+        )
         self.show(f"{spec.label}: {state}" + (f", {seconds:.1f} s" if seconds else ""))
 
     def _check_record(self, spec: StageSpec, ref: ArtifactRef) -> None:
@@ -203,7 +259,15 @@ class Run:
             # Judges and reward servers are reached at the address of the rehearsal.
             if self.servers.address.removeprefix("http://") not in phrase:
                 key = self.keys.get(spec.label, spec.label)
-                self.found.add(problems.UNSEEN, checks.explain(key, spec.name, f"its function {phrase}", remedy))
+                self.found.add(
+                    problems.UNSEEN,
+                    checks.explain(
+                        key,
+                        spec.name,
+                        f"its function {phrase}",
+                        remedy,
+                    ),
+                )
 
     # ------------------------------------------------------------ rows
 
@@ -213,7 +277,15 @@ class Run:
         self.found.add(problems.ROWS, *checks.dropped_rows(spec.label, self.store.path(data)))
         chat, key = ChatTemplate.load(self.store.path(data.base)), f"{self.keys[spec.label]}.chat_template"
         template = str(getattr(spec.config, "chat_template", ""))
-        self.found.add(problems.TEMPLATE, *checks.silent_words(chat, self._texts(data), key=key, template=template))
+        self.found.add(
+            problems.TEMPLATE,
+            *checks.silent_words(
+                chat,
+                self._texts(data),
+                key=key,
+                template=template,
+            ),
+        )
         module = "rlhf_contrib.rehearse.rows"
         few = StageSpec(
             name="rows",
@@ -244,7 +316,7 @@ class Run:
         for ref, read in tables:
             if ref is not None:
                 all_rows: list[Any] = list(read(self.store.path(ref) / "train.parquet"))
-                found += sorted(all_rows, key=rows.characters)[-8:] + all_rows[:ROWS_CHECKED]
+                found += sorted(all_rows, key=rows.row_characters)[-8:] + all_rows[:ROWS_CHECKED]
         return found
 
     def _probe(self, made: PreparedDataRef, chat: ChatTemplate) -> None:
@@ -255,7 +327,15 @@ class Run:
             for row in read_demonstrations(self.store.path(made.demonstrations) / "train.parquet"):
                 texts.setdefault(row.source, []).append(row.messages[-1].content)
         folder = self.store.root / "probes"
-        probe_rewards(graph(self.cut), prompts, texts, chat, self.servers.routes, folder, self.found)
+        probe_rewards(
+            graph(self.cut),
+            prompts,
+            texts,
+            chat,
+            self.servers.routes,
+            folder,
+            self.found,
+        )
 
     # ------------------------------------------------------------ artifacts from outside
 
@@ -265,14 +345,19 @@ class Run:
             self.found.facts.append(f"{key}: the rehearsal has the base model in place of {name}")
             return self.base  # type: ignore[return-value]
         rule = f"a {kind.__name__} of an earlier run, which the rehearsal does not read"
-        raise ConfigError(key, name, rule, "name a step of this profile")
+        raise ConfigError(
+            key,
+            name,
+            rule,
+            "name a step of this profile",
+        )
 
     def prompts(self, ref: PromptsRef) -> Sequence[Prompt]:
         """Prompts that were made already."""
         return read_prompts(self.store.path(ref)) if ref.uri.startswith("store://") else ()
 
 
-def kind_of(error: BaseException) -> str:
+def class_of_error(error: BaseException) -> str:
     """The class of problem that the error of a stage is."""
     text = str(error)
     if "lora.target_modules" in text:

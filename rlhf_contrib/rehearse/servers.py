@@ -56,7 +56,12 @@ class Route:
         headers = {"Content-Type": "application/json"}
         if self.token_env:
             headers["Authorization"] = f"Bearer {os.environ.get(self.token_env, '')}"
-        request = urllib.request.Request(f"{self.url}{path}", data=body, headers=headers, method="POST")
+        request = urllib.request.Request(
+            f"{self.url}{path}",
+            data=body,
+            headers=headers,
+            method="POST",
+        )
         with urllib.request.urlopen(request, timeout=min(self.timeout_s, TIMEOUT_S)) as response:
             found = json.loads(response.read())
         if ("choices" if self.chat else "rewards") not in found:
@@ -69,7 +74,16 @@ def made_up(number: int) -> dict[str, Any]:
     score = number % 3
     text = f'{{"score": {score}}}\nScore: {score}\nBetter: {"AB"[number % 2]}'
     message = {"role": "assistant", "content": text}
-    return {"choices": [{"index": 0, "message": message, "finish_reason": "stop"}], "rewards": [float(score)]}
+    return {
+        "choices": [
+            {
+                "index": 0,
+                "message": message,
+                "finish_reason": "stop",
+            }
+        ],
+        "rewards": [float(score)],
+    }
 
 
 def fit_rewards(reply: dict[str, Any], count: int) -> dict[str, Any]:
@@ -119,23 +133,63 @@ class Servers:
     def in_place(self, config: Any, key: str) -> Any:
         """The options of a judge or reward server with the address of its route; other options unchanged."""
         if isinstance(config, ChatServer):
-            url = self._route(config, key, "url", config.url, chat=True)
-            return config.model_copy(update={"url": url, "token_env": "", "retries": 0})
+            url = self._route(
+                config,
+                key,
+                "url",
+                config.url,
+                chat=True,
+            )
+            return config.model_copy(
+                update={
+                    "url": url,
+                    "token_env": "",
+                    "retries": 0,
+                }
+            )
         if isinstance(config, RemoteReward):
-            urls = tuple(self._route(config, key, f"urls[{at}]", url, chat=False) for at, url in enumerate(config.urls))
-            return config.model_copy(update={"urls": urls, "token_env": "", "retries": 0})
+            urls = tuple(
+                self._route(
+                    config,
+                    key,
+                    f"urls[{at}]",
+                    url,
+                    chat=False,
+                )
+                for at, url in enumerate(config.urls)
+            )
+            return config.model_copy(
+                update={
+                    "urls": urls,
+                    "token_env": "",
+                    "retries": 0,
+                }
+            )
         return config
 
     def _route(self, config: Any, key: str, name: str, url: str, *, chat: bool) -> str:
         address = str(resolved(url, f"{key}.{name}")).rstrip("/")
-        self.routes.append(Route(f"{key}.{name}", address, config.token_env, config.timeout_s, chat))
+        self.routes.append(
+            Route(
+                f"{key}.{name}",
+                address,
+                config.token_env,
+                config.timeout_s,
+                chat,
+            )
+        )
         return f"{self.address}/{len(self.routes) - 1}"
 
     def problems(self) -> list[str]:
         """A line for each server that did not respond as expected."""
         remedy = "start the server, or fix its address and token"
         return [
-            explain(one.key, without_secrets(one.url), f"does not respond ({one.problem})", remedy)
+            explain(
+                one.key,
+                without_secrets(one.url),
+                f"does not respond ({one.problem})",
+                remedy,
+            )
             for one in self.routes
             if one.problem
         ]

@@ -7,7 +7,11 @@ import time
 from collections import Counter
 from dataclasses import asdict
 
-from pipelines.cli.common import console, print_json, print_line
+from pipelines.cli.common import (
+    console,
+    print_json,
+    print_line,
+)
 from pipelines.flows.profile import load_profile
 from pipelines.services.home import Home
 from rlhf_contrib.rehearse.problems import Rehearsal
@@ -33,7 +37,11 @@ def run(options: argparse.Namespace) -> int:
     seconds = time.monotonic() - began
     if quiet:
         cuts = [str(cut) for cut in found.cuts]
-        values = {"nodes": [asdict(one) for one in found.nodes], "cuts": cuts, "facts": found.facts}
+        values = {
+            "nodes": [asdict(one) for one in found.nodes],
+            "cuts": cuts,
+            "facts": found.facts,
+        }
         print_json(values | {"problems": [asdict(one) for one in found.problems], "seconds": round(seconds, 1)})
     else:
         print_report(found, options.profile, seconds)
@@ -41,7 +49,11 @@ def run(options: argparse.Namespace) -> int:
     return EXIT_PROBLEMS if found.problems else 0
 
 
-def print_report(found: Rehearsal, profile: str, seconds: float) -> None:
+def print_report(
+    found: Rehearsal,
+    profile: str,
+    seconds: float,
+) -> None:
     """Print the cuts, the facts, the problems by class, and a summary."""
     print_line(console, "\ncut for the rehearsal:")
     for cut in found.cuts:
