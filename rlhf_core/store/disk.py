@@ -1,0 +1,223 @@
+"""A store in a folder that all of its processes see: one lock, tables as files, objects as folders."""
+
+import os
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.store.disk_lock import alone, disk_time
+from rlhf_core.store.fingerprint import list_files
+from rlhf_core.store.layout import (
+    MANIFEST,
+    fsync_path,
+    fsync_tree,
+    make_folder,
+    make_read_only,
+    move,
+    remove_tree,
+    temporary_for,
+    write_json,
+)
+from rlhf_core.store.object_check import object_damage
+from rlhf_core.store.protocol import Conflict, Damaged, Files, Gone, StoredObject, Table, pack, unpack
+
+GRACE_S = 3600.0
+_LOCKED: ContextVar[frozenset[Path]] = ContextVar("_LOCKED", default=frozenset())
+"""Stores whose lock this thread holds."""
+
+
+class DiskStore:
+    """The store in the folder `root`."""
+
+    grace_s = GRACE_S
+    folder_is_shared = True
+
+    def __init__(self, root: Path) -> None:
+        self.folder = Path(root).absolute()
+        self.uri = str(self.folder)
+
+    # ---------------------------------------------------------------- tables
+
+    def read(self, name: str) -> Table | None:
+        path = self._table(name)
+        try:
+            raw, written = path.read_bytes(), path.stat().st_mtime
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        value = unpack(raw)
+        if value is None:
+            raise Damaged("table", str(path), "is not what was written", "run `rlhf store verify`")
+        return Table(name, value, raw[:64].decode(), written)
+
+    def recent(self, name: str) -> Table | None:
+        return self.read(name)
+
+    def snapshot(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def write(
+        self, name: str, value: Mapping[str, Any], expected: str | None, *, refers: Collection[str] = ()
+    ) -> Table:
+        with self._lock():
+            self._expect(name, expected)
+            for digest in refers:
+                if not self.has(digest):
+                    raise Gone("artifact", digest[:12], f"is not in {self.folder}", "run again to make it again")
+            raw, path = pack(value), self._table(name)
+            _replace(path, raw)
+            return Table(name, dict(value), raw[:64].decode(), path.stat().st_mtime)
+
+    def remove(self, name: str, expected: str) -> None:
+        with self._lock():
+            self._expect(name, expected)
+            self._table(name).unlink()
+            fsync_path(self._table(name).parent)
+
+    def tables(self, prefix: str) -> Iterator[Table]:
+        top = self.folder / "tables"
+        for path in sorted((top / prefix).rglob("*.json")):
+            if not path.name.startswith("."):
+                found = self.read(path.relative_to(top).as_posix().removesuffix(".json"))
+                if found is not None:
+                    yield found
+
+    def now(self) -> float:
+        make_folder(self.folder)
+        return disk_time(self.folder)
+
+    # ---------------------------------------------------------------- objects
+
+    def add(self, digest: str, folder: Path, files: Files) -> None:
+        target = self._object(digest)
+        write_json(folder / MANIFEST, {"schema": 1, "files": {path: asdict(entry) for path, entry in files.items()}})
+        fsync_tree(folder)
+        make_folder(target.parent)
+        with self._lock():
+            damage = self._damage(digest, deep=True) if target.exists() else ""
+            if damage:
+                self.set_aside(digest)
+            if not target.exists():
+                move(folder, target)
+                fsync_path(target.parent)
+        make_read_only(target)
+
+    def fetch(self, digest: str) -> Path:
+        if not self.has(digest):
+            raise Gone("artifact", digest[:12], f"is not in {self.folder}", "run again to make it again")
+        damage = self._damage(digest, deep=False)
+        if damage:
+            raise Damaged("artifact", digest[:12], damage, "run `rlhf store verify`")
+        return self._object(digest)
+
+    def has(self, digest: str) -> bool:
+        return (self._object(digest) / MANIFEST).is_file()
+
+    def problem(self, digest: str, *, deep: bool = False) -> str:
+        return self._damage(digest, deep=deep) if self.has(digest) else f"is not in {self.folder}"
+
+    def set_aside(self, digest: str) -> None:
+        with self._lock():
+            if self._object(digest).exists():
+                make_folder(self.folder / "quarantine")
+                move(
+                    self._object(digest), self.folder / "quarantine" / f"{digest}.{self._object(digest).stat().st_ino}"
+                )
+
+    # ---------------------------------------------------------------- unfinished work: other nodes see the folder itself
+
+    def save_work(self, key: str, token: str, folder: Path, last: Mapping[str, Any]) -> dict[str, Any]:
+        fsync_tree(folder)
+        for above in folder.parents[: len(folder.relative_to(self.folder).parts)]:
+            fsync_path(above)
+        return {"token": token, "folder": folder.relative_to(self.folder).as_posix()}
+
+    def load_work(self, key: str, work: Mapping[str, Any]) -> Path:
+        folder = self.folder / work["folder"]
+        if not folder.is_dir():
+            raise Gone("checkpoint", str(folder), "is gone", "use --force to start over")
+        return folder
+
+    def drop_work(self, key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+        if before and before.get("folder") != now.get("folder"):
+            remove_tree(self.folder / before["folder"])
+
+    # ---------------------------------------------------------------- collection
+
+    @contextmanager
+    def alone(self) -> Iterator[bool]:
+        with self._lock():
+            yield True
+
+    def objects(self, but: Collection[str]) -> Iterator[StoredObject]:
+        for path in sorted((self.folder / "objects").glob("*/*")):
+            if path.name not in but:
+                since, size = path.stat().st_mtime, sum((path / name).stat().st_size for name in list_files(path))
+                yield StoredObject(path.name, str(path.stat().st_ino), since, condemned=True, bytes=size)
+
+    def condemn(self, one: StoredObject) -> bool:
+        raise NotImplementedError("on a disk, a collection holds the lock and deletes at once")
+
+    def delete(self, one: StoredObject) -> bool:
+        target = self._object(one.digest)
+        make_folder(self._trash)
+        move(target, self._trash / f"{one.digest}.{one.version}")  # emptied by `sweep`, without the lock
+        fsync_path(target.parent)
+        return True
+
+    def sweep(self, *, dry_run: bool) -> int:
+        found = sorted(self._trash.glob("*"))
+        for path in [] if dry_run else found:
+            remove_tree(path)
+        return len(found)
+
+    # ---------------------------------------------------------------- private
+
+    @property
+    def _trash(self) -> Path:
+        return self.folder / "trash"
+
+    def _table(self, name: str) -> Path:
+        return self.folder / "tables" / f"{name}.json"
+
+    def _object(self, digest: str) -> Path:
+        return self.folder / "objects" / digest[:2] / digest
+
+    def _damage(self, digest: str, *, deep: bool) -> str:
+        return object_damage(self._object(digest), deep=deep)
+
+    @contextmanager
+    def _lock(self) -> Iterator[None]:
+        held = _LOCKED.get()
+        if self.folder in held:
+            yield
+            return
+        with alone(self.folder / "locks"):
+            token = _LOCKED.set(held | {self.folder})
+            try:
+                yield
+            finally:
+                _LOCKED.reset(token)
+
+    def _expect(self, name: str, expected: str | None) -> None:
+        found = self.read(name)
+        if (None if found is None else found.version) != expected:
+            raise Conflict(name)
+
+
+def _replace(path: Path, raw: bytes) -> None:
+    """Replace a file atomically, and wait until it is on the disk."""
+    make_folder(path.parent)
+    temporary = temporary_for(path)
+    try:
+        with temporary.open("wb") as stream:
+            stream.write(raw)
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    fsync_path(path.parent)
