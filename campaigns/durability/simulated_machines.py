@@ -1,4 +1,5 @@
-"""Machines in memory: hosts, processes and their threads on one virtual clock, and one disk that all of them see.
+"""Machines in memory: hosts, processes and their threads on one virtual clock, a disk that all of them see, and a disk of
+each host.
 
 The product's code runs unchanged. While a `World` is installed, `os`, `open`, `time`, `fcntl` and the few names by which
 processes tell who and where they are lead here, for simulated processes and paths below `/sim` alone. Each change of
@@ -31,14 +32,14 @@ from unittest import mock
 
 from greenlet import getcurrent, greenlet
 
-from rlhf_core.store import checkpoints, layout, leases
+from rlhf_core.store import bucket, checkpoints, disk_lock, layout, leases
 from rlhf_core.store.places import local
 
 ROOT = "/sim"
 FIRST_DESCRIPTOR = 1 << 20
 STALE_S = 30.0
 """How long a host of a network file system may believe what it last saw of a folder."""
-MAX_OPERATIONS = 20_000
+MAX_OPERATIONS = 40_000
 CHANGES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 FLAGS = {"r": os.O_RDONLY, "w": os.O_WRONLY | os.O_CREAT | os.O_TRUNC, "a": os.O_WRONLY | os.O_CREAT | os.O_APPEND,
          "x": os.O_WRONLY | os.O_CREAT | os.O_EXCL}  # fmt: skip
@@ -217,8 +218,10 @@ def _who_locks() -> str:
 
 
 class World:
-    """The disk, the clock and the processes. `strike(process, operation)` is called before each operation: it may raise,
-    kill, stop, or set `cut`, on which the power fails; `changed(process, call, path)` after a change of names.
+    """The disks, the clock and the processes.
+
+    `strike(process, call, path)` is called before each operation: it may raise, kill, stop the process, or cut the power
+    with `cut_power`. `changed(process, call, path)` is called after a change of names.
 
     With `stale` the hosts see names late, as on a network file system. `locks` is `sound`, or `of one host`: then two
     hosts do not see each other's.
@@ -227,13 +230,14 @@ class World:
     def __init__(self, seed: int, *, stale: bool = False, locks: str = "sound") -> None:
         self.random, self.scheduler = random.Random(seed), getcurrent()
         self.stale, self.locks = stale, locks
-        self.now, self.operations, self.cut = 1e9, 0, False
+        self.now, self.operations = 1e9, 0
+        self.without_power: list[str] = []
         self.numbers = iter(range(FIRST_DESCRIPTOR, 1 << 60))
         self.root = self.node(folder=True)
         self.pending: list[list[tuple[Node, str, Node | None]]] = []
         self.seen: dict[tuple[str, str], tuple[float, list[str] | None]] = {}
         self.processes: list[Process] = []
-        self.strike: Callable[[Process, str], None] = lambda process, operation: None
+        self.strike: Callable[[Process, str, str], None] = lambda process, call, path: None
         self.changed: Callable[[Process, str, str], None] = lambda process, call, path: None
 
     # ------------------------------------------------------------ processes
@@ -256,8 +260,8 @@ class World:
     def run(self) -> list[Process]:
         """Let all processes go on until they end; return those that wait for ever."""
         while True:
-            if self.cut:
-                self._cut_power()
+            while self.without_power:
+                self._lose_power(self.without_power.pop())
             for thread in [thread for one in self.processes if one.state == "gone" for thread in one.threads]:
                 with suppress(Killed):
                     thread.throw(Killed)
@@ -281,6 +285,11 @@ class World:
         current().process.end()
         raise Killed
 
+    def cut_power(self, host: str = "") -> None:
+        """End the process that runs, and all others of the host or of every host. Writes without fsync may be lost."""
+        self.without_power.append(host)
+        self.kill()
+
     def block(self, ready: Callable[[], bool], timeout: float = float("inf")) -> None:
         """Let others run until `ready` or the timeout."""
         thread = current()
@@ -294,7 +303,7 @@ class World:
         if self.operations > MAX_OPERATIONS:
             raise RuntimeError("more operations than a history has")
         self._look(0.15)
-        self.strike(current().process, f"{call} {purpose(path)}")
+        self.strike(current().process, call, path)
         if current().process.stopped_until > self.now:
             self._others()
 
@@ -314,6 +323,11 @@ class World:
 
     def node(self, *, folder: bool = False) -> Node:
         return Node(next(self.numbers), self.now, {} if folder else None, durable={} if folder else b"")
+
+    def make_folder(self, name: str) -> None:
+        """Make `/sim/<name>` on its disk. The disk of a host has the name of the host."""
+        assert self.root.entries is not None
+        self.root.entries[name] = self.root.durable[name] = self.node(folder=True)
 
     def find(self, path: str) -> Node | None:
         """Return what the disk has at a path."""
@@ -355,18 +369,20 @@ class World:
             self.seen.pop((current().process.host, seen), None)
         self.changed(current().process, call, path)
 
-    def _cut_power(self) -> None:
-        """End all processes, and keep a part that is drawn of what was not fsynced."""
-        self.cut = False
+    def _lose_power(self, host: str) -> None:
+        """End the processes of a host, or of all, and keep a random part of the writes without fsync."""
         self.seen.clear()
         for process in self.processes:
-            process.end()
+            if host in ("", process.host):
+                process.end()
+        top = self.root.durable[host] if host else self.root
+        inside = {id(folder) for folder in _folders(top)}
         kept = self.random.choice([0.0, 0.5, 0.5, 1.0])
-        for changes in self.pending:
+        for changes in [one for one in self.pending if any(id(folder) in inside for folder, _, _ in one)]:
             if self.random.random() < kept:
                 self._make_durable(changes)
-        self.pending.clear()
-        self._fall_back(self.root, kept)
+            self.pending.remove(changes)
+        self._fall_back(top, kept)
 
     def _make_durable(self, changes: list[tuple[Node, str, Node | None]]) -> None:
         for folder, name, node in changes:
@@ -512,8 +528,8 @@ class World:
         ]  # fmt: skip
         of_process: list[tuple[Any, str, Callable[..., Any]]] = [
             *((module, "here", lambda: (current().process.host, "boot", "pids")) for module in (layout, leases)),
-            (leases, "process_state", self._state),
-            (leases, "process_stat", lambda number: ("R", number)),
+            *((module, "process_state", self._state) for module in (leases,)),
+            *((module, "process_stat", lambda number: ("R", number)) for module in (leases,)),
             (layout, "is_running", lambda number: self._state(number) != "gone"),
             (os, "getpid", lambda: current().process.number),
             (secrets, "token_hex", lambda size: self.random.randbytes(size).hex()),
@@ -529,12 +545,21 @@ class World:
                 stack.enter_context(mock.patch.object(module, name, _for_paths(call, getattr(module, name))))
             for module, name, call in of_process:
                 stack.enter_context(mock.patch.object(module, name, _for_processes(call, getattr(module, name))))
-            for module in (leases, checkpoints, local):
+            for module in (leases, checkpoints, local, disk_lock):
                 stack.enter_context(mock.patch.object(module, "threading", threads))
-            stack.enter_context(mock.patch.object(layout, "ThreadPoolExecutor", _POOL))
+            for module in (layout, bucket):
+                stack.enter_context(mock.patch.object(module, "ThreadPoolExecutor", _POOL))
             stack.enter_context(mock.patch.object(layout, "_DURABLE", OfProcess()))
             stack.enter_context(mock.patch.object(shutil, "_use_fd_functions", False))
             yield
+
+
+def _folders(node: Node) -> Iterator[Node]:
+    """A folder and all folders below it, before and after the writes that may be lost."""
+    if node.entries is not None:
+        yield node
+        for one in {id(one): one for one in (*node.entries.values(), *node.durable.values())}.values():
+            yield from _folders(one)
 
 
 _TIMER = mock.MagicMock()

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 from unittest import mock
 
-from campaigns.durability.simulated_machines import ROOT, Node, Process, World, current
+from campaigns.durability.simulated_machines import ROOT, Node, Process, World, current, purpose
 from rlhf_core.errors import ArtifactError
 from rlhf_core.schema.base import Config
 from rlhf_core.stage import decision
@@ -282,15 +282,17 @@ def _play(seed: int, instants: Instants, campaign: Campaign, locks: str) -> None
     faults = dict(_fault(scene, instants, source) for _ in range(2 if instants else 0))
     seen: Instants = {(scene, who): Counter() for who in (*SCENES[scene], LAST)}
 
-    def strike(process: Process, operation: str) -> None:
+    def strike(process: Process, call: str, path: str) -> None:
+        operation = f"{call} {purpose(path)}"
         seen[scene, process.name][operation] += 1
         fault = faults.get((process.name, operation, seen[scene, process.name][operation]), "")
         campaign.struck[operation, fault] += bool(fault)
         if fault == "stop":
             process.stopped_until = world.now + source.choice([30.0, 400.0, 400.0, 400.0])
-        elif fault in ("kill", "power cut"):
-            world.cut = fault == "power cut"
+        elif fault == "kill":
             world.kill()
+        elif fault == "power cut":
+            world.cut_power()
         elif fault:
             raise OSError(getattr(errno, fault), fault, str(STORE))
 
