@@ -29,7 +29,7 @@ import torch
 from benchmarks.checkpointing import CASES, REPEATS, make_trainer, seconds, train
 from rlhf_core.runtime.cluster import free_port
 from rlhf_core.store.artifacts import ArtifactStore
-from rlhf_core.store.places.mirror import store_root
+from rlhf_core.store.opening import store_root
 from rlhf_core.store.places.place import Place, named
 from rlhf_core.training.trainer import LocalTrainer
 from tests.support.forks import soon

@@ -101,7 +101,7 @@ def _facts(store: ArtifactStore, stage: PlannedStage, record: KeyRecord | None) 
         yield f"inputs: {', '.join(inputs)}"
     if record is None and stage.decision.key:
         yield from (f"in quarantine: {line}" for line in store.layout.set_aside(stage.decision.key))
-    past = attempts.history(store.layout.attempt(stage.decision.key)) if stage.decision.key else []
+    past = attempts.history(store.attempts(stage.decision.key)) if stage.decision.key else []
     if past and record is None:
         failure = f": {past[-1].failure}" if past[-1].failure else ""
         yield f"attempts: {len(past)}, the last one {past[-1].status}{failure}"

@@ -21,8 +21,8 @@ from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.attempts import Attempt
 from rlhf_core.store.checkpoints import Checkpoints
 from rlhf_core.store.failures import Counts, Failed, Settings
-from rlhf_core.store.leases import Lease
 from rlhf_core.store.records import Provenance, environment
+from rlhf_core.store.leases import Lease
 from rlhf_core.types import ArtifactRef
 from rlhf_core.user_code import watch
 from rlhf_core.user_code.dependencies import UserFunction
@@ -57,20 +57,12 @@ class RunningAttempt:
         return time.monotonic() - self.clock
 
     def still_ours(self) -> None:
-        """Raise ArtifactError after a takeover by another process, or if damage of an input was found meanwhile.
+        """Raise ArtifactError after a takeover by another process.
 
         An unreadable lease passes; commits check again.
         """
         if not self.lease.may_be_ours():
             self.lease.check()
-        self.check_unharmed()
-
-    def check_unharmed(self) -> None:
-        """Raise ArtifactError if an input was found damaged since the attempt began."""
-        for item in attempts.history(self.work.parent):
-            if item.number == self.attempt.number and item.harmed:
-                name = f"attempt {item.number}"
-                raise ArtifactError(f"{self.spec.label}.inputs", name, f"was {item.harmed}", "run it again")
 
     def provenance(
         self, metrics: Mapping[str, float], engines: dict[str, str], failed: dict[str, Failed], unseen: tuple[str, ...]
@@ -226,7 +218,7 @@ class StageContext:
         """
         self.store.check_inputs(self._run.spec.refs())
         return self.store.commit(
-            self.key,
+            self._run.lease,
             self.out,
             kind,
             children=children,
@@ -237,7 +229,5 @@ class StageContext:
                 watch.noted(Path(self.notes)),
             ),
             parents=tuple(dict.fromkeys(ref.digest for ref in self._run.spec.refs())),
-            lease=self._run.lease,
-            fence=self._run.check_unharmed,
             pin=pin,
         )

@@ -1,26 +1,29 @@
-"""A store in a bucket. The bucket is the truth; this node's folder is a cache whose content is verified whenever it is read.
+"""A store in a bucket. The bucket is the truth; this node's folder is a cache, verified whenever it is read.
 
     tables/<name>                       a table (lease, attempts and record of a key; pins, gates, labels, ...)
-    objects/<digest>                    a table: the files of an object, and the generation in which they lie
-    data/<digest>-<generation>/<sha>    the files
-    work/<key>/<token>/<sha>            files of the newest checkpoint of a key, by the attempt that wrote them
+    objects/<digest>                    a table: the files of an object, and the generation that they lie in
+    data/<digest>-<generation>/<sha>    the files of an object
+    work/<key>/<owner>/<sha>            files of checkpoints; the owner begins with the token of the attempt that wrote them
     clock                               written to learn the time of the server
 
-A generation is a random name. It enters the table of its object before the first file is uploaded, and once it has left
-that table it never enters again. So files of a generation that the table does not name may be deleted at any time.
+A generation is a random name. It enters the table of its object before the first file is uploaded. Once it has left that table
+it never enters again, so files of a generation that the table does not name may be deleted at any time.
 """
 
 import json
 import logging
+import math
 import secrets
+import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from rlhf_core.store.fingerprint import FileEntry, hash_file, hash_tree, list_files, sha256_text, tree_digest
+from rlhf_core.processes.identity import here
+from rlhf_core.store.fingerprint import FileEntry, hash_file, list_files, sha256_text, tree_digest
 from rlhf_core.store.layout import (
     MANIFEST,
     fsync_path,
@@ -28,9 +31,11 @@ from rlhf_core.store.layout import (
     is_inside,
     make_folder,
     make_read_only,
+    read_json,
     remove_tree,
     write_json,
 )
+from rlhf_core.store.node_cache import NodeCache
 from rlhf_core.store.object_check import object_damage
 from rlhf_core.store.protocol import Conflict, Damaged, Files, Gone, StoredObject, Table, Unreachable, pack, unpack
 
@@ -40,14 +45,22 @@ T = TypeVar("T")
 GRACE_S = 86_400.0
 """Longer than any listing is outdated, and than a node may take from the upload of an object to its record."""
 TRIES = 3
-"""Downloads after which other bytes than were stored count as damage that this node sees."""
+"""Downloads with a wrong checksum after which this node reports damage."""
 PATIENCE_S, RETRY_S = 180.0, 2.0
-"""How long a request is repeated while the server does not answer, and how often."""
+"""How long a request is repeated while the server does not answer, and the pause between two tries."""
 THREADS = 16
+RECENT_S = 30.0
+"""How long a listing answers `recent` after its snapshot has closed."""
+CLOCK_S = 3600.0
+"""How long the time of the server is continued by this node's time since boot where it need not be exact."""
 _REMOVED = {"removed": True}
-"""A table that was removed. Servers cannot delete on a condition, so an empty table takes its place."""
+"""A removed table. Servers cannot delete on a condition, so this value takes its place."""
 _NO_OBJECT: dict[str, Any] = {"live": "", "pending": [], "aside": [], "condemned": False}
 """The table of an object that is not in the store."""
+Parts = Mapping[str, tuple[int, str, str]]
+"""Path inside a folder -> size, SHA-256 and owner of a file of unfinished work in the bucket."""
+NOTE = "elsewhere_"
+"""Beginning of the name of a note in a checkpoint: the files of it that a rank on another node has uploaded."""
 
 
 class Server(Protocol):
@@ -62,10 +75,11 @@ class Server(Protocol):
     def list(self, prefix: str) -> Iterator[tuple[str, str, float, int]]:
         """Name, version, time of the last write and size of everything below a prefix. May be outdated."""
 
-    def upload(self, name: str, path: Path) -> None: ...
+    def upload(self, name: str, path: Path) -> None:
+        """Store a file."""
 
     def download(self, name: str, path: Path) -> None:
-        """Raises FileNotFoundError."""
+        """Write the content to a file. Raises FileNotFoundError."""
 
     def delete(self, name: str) -> None:
         """Unconditional; the name may not exist."""
@@ -75,13 +89,19 @@ class Server(Protocol):
 
 
 class BucketStore:
-    """The store behind `server`; this node keeps its cache in `cache`."""
+    """The store behind `server`; this node keeps its cache in the folder `cache`."""
 
     grace_s = GRACE_S
     folder_is_shared = False
 
     def __init__(self, server: Server, cache: Path, uri: str = "") -> None:
         self.server, self.folder, self.uri = server, Path(cache).absolute(), uri
+        self._copies = NodeCache(self.folder)
+        self._listed: dict[str, Table] = {}
+        """Tables by full name as last listed, read or written."""
+        self._listed_at = -RECENT_S
+        self._snapshots = 0
+        self._threads = threading.RLock()
 
     # ---------------------------------------------------------------- tables
 
@@ -89,27 +109,51 @@ class BucketStore:
         return self._read(f"tables/{name}")
 
     def recent(self, name: str) -> Table | None:
-        return self.read(name)
+        return self._recent(f"tables/{name}")
 
-    def snapshot(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    @contextmanager
+    def snapshot(self) -> Iterator[None]:
+        with self._threads:
+            if not self._snapshots and time.monotonic() - self._listed_at > 1.0:
+                self._listed = {}
+                for prefix in ("tables/", "objects/"):
+                    self._listed |= {self._full(prefix, table.name): table for table in self._tables(prefix)}
+                self._listed_at = time.monotonic()
+            self._snapshots += 1
+        try:
+            yield
+        finally:
+            with self._threads:
+                self._snapshots -= 1
 
     def write(
         self, name: str, value: Mapping[str, Any], expected: str | None, *, refers: Collection[str] = ()
     ) -> Table:
         written = self._write(f"tables/{name}", value, expected)
-        for digest in refers:  # after the write: a collection that did not see it has marked the object before this
+        for digest in refers:  # after the write: a collection that did not see it has marked the object before
             self._keep(digest)
         return written
 
     def remove(self, name: str, expected: str) -> None:
         self._write(f"tables/{name}", _REMOVED, expected)
 
-    def tables(self, prefix: str) -> Iterator[Table]:
-        yield from (table for table in self._tables(f"tables/{prefix}") if table.value != _REMOVED)
+    def tables(self, prefix: str, *, damaged: list[Damaged] | None = None) -> Iterator[Table]:
+        yield from (table for table in self._tables(f"tables/{prefix}", damaged) if table.value != _REMOVED)
 
-    def now(self) -> float:
-        return self._again(lambda: self.server.touch("clock"))
+    def versions(self, prefix: str) -> dict[str, str]:
+        """Name of each table below a prefix -> its version. Removed tables are among them."""
+        listed = self._again(lambda: list(self.server.list(f"tables/{prefix}")))
+        return {name.removeprefix("tables/"): version for name, version, *_ in listed}
+
+    def now(self, *, exact: bool = True) -> float:
+        note, since_boot = self.folder / "cache" / "clock.json", time.clock_gettime(time.CLOCK_BOOTTIME)
+        known = None if exact else read_json(note)
+        if known is not None and known["boot"] == here()[1] and 0 <= since_boot - known["at"] < CLOCK_S:
+            return float(known["server"] + since_boot - known["at"])
+        server = self._again(lambda: self.server.touch("clock"))
+        if not exact:
+            write_json(note, {"boot": here()[1], "at": since_boot, "server": server}, durable=False)
+        return server
 
     # ---------------------------------------------------------------- objects
 
@@ -127,43 +171,51 @@ class BucketStore:
                     self._write(name, state | {"condemned": False}, version)
                 elif mine and mine in state["pending"]:
                     pending = [one for one in state["pending"] if one != mine]
-                    self._write(
-                        name, state | {"files": listed, "live": mine, "pending": pending, "condemned": False}, version
-                    )
+                    live = {"files": listed, "live": mine, "pending": pending, "condemned": False}
+                    self._write(name, state | live, version)
                 else:
                     mine = secrets.token_hex(8)
                     self._write(name, state | {"pending": [*state["pending"], mine]}, version)
                     self._upload(f"data/{digest}-{mine}/", {folder / path: one.sha256 for path, one in files.items()})
 
+    def settle(self, digest: str, folder: Path, files: Files) -> None:
+        """Take the folder of a stored object into the cache, so that the next stage need not download it."""
+        copy = self._copies.object(digest)
+        with self._copies.filling(copy):
+            if not copy.exists():
+                make_folder(copy.parent)
+                _write_manifest(folder, files)
+                _settle(folder, copy)
+        self._copies.evict()
+
     def fetch(self, digest: str) -> Path:
-        folder = self.folder / "objects" / digest[:2] / digest
-        if folder.exists():
-            damage = object_damage(folder, deep=False)
+        copy = self._copies.object(digest)
+        with self._copies.filling(copy):
+            damage = object_damage(copy, deep=False) if copy.exists() else "is missing"
             if not damage:
-                return folder
-            logger.warning(
-                "store: the copy of object %s on this node is damaged: %s; fetching it again", digest[:12], damage
-            )
-            remove_tree(folder)
-        make_folder(folder.parent)
-        part = folder.with_name(f".{digest}.{secrets.token_hex(4)}")
+                return copy
+            if copy.exists():
+                logger.warning("store: the copy of object %s on this node is damaged: %s", digest[:12], damage)
+                remove_tree(copy)
+            return self._download_object(digest, copy)
+
+    def _download_object(self, digest: str, copy: Path) -> Path:
+        make_folder(copy.parent)
+        part = copy.with_name(f".{digest}.{secrets.token_hex(4)}")
         for _ in range(TRIES):
             state = self._live(digest).value
             files = {path: FileEntry(*entry) for path, entry in state["files"].items()}
             if tree_digest(files) != digest or not all(map(is_inside, files)):
-                raise Damaged(
-                    "artifact", digest[:12], "has a list of files that is not its own", "run `rlhf store verify`"
-                )
+                rule = "has a list of files with another digest"
+                raise Damaged("artifact", digest[:12], rule, "run `rlhf store verify`")
+            self._copies.evict(sum(one.size for one in files.values()))
             try:
-                self._download(f"data/{digest}-{state['live']}/", part, files)
+                self._download({path: (f"data/{digest}-{state['live']}/", one) for path, one in files.items()}, part)
             except FileNotFoundError:  # collected, and perhaps added again, since its table was read
                 remove_tree(part)
                 continue
-            write_json(
-                part / MANIFEST,
-                {"schema": 1, "files": {path: {"size": one.size, "sha256": one.sha256} for path, one in files.items()}},
-            )
-            return _settle(part, folder)
+            _write_manifest(part, files)
+            return _settle(part, copy)
         raise Gone("artifact", digest[:12], f"has no files in {self.uri}", "run `rlhf store verify`")
 
     def has(self, digest: str) -> bool:
@@ -171,15 +223,16 @@ class BucketStore:
         return found is not None and bool(found.value["live"])
 
     def problem(self, digest: str, *, deep: bool = False) -> str:
-        found = self._read(f"objects/{digest}")
+        found = self._read(f"objects/{digest}") if deep else self._recent(f"objects/{digest}")
         if found is None or not found.value["live"]:
             return f"is not in {self.uri}"
         if not deep:
             return ""
         part = self.folder / "verify" / f"{digest}.{secrets.token_hex(4)}"
-        files = {path: FileEntry(*entry) for path, entry in found.value["files"].items()}
+        prefix = f"data/{digest}-{found.value['live']}/"
         try:
-            self._download(f"data/{digest}-{found.value['live']}/", part, files)
+            files = {path: (prefix, FileEntry(*entry)) for path, entry in found.value["files"].items()}
+            self._download(files, part)
         except (Damaged, FileNotFoundError) as error:
             return str(error)
         finally:
@@ -191,6 +244,12 @@ class BucketStore:
         if found is not None and found.value["live"]:
             aside = [*found.value.get("aside", ()), found.value["live"]]
             self._write(found.name, found.value | {"live": "", "aside": aside}, found.version)
+
+    def restore(self, digest: str) -> None:
+        found = self._read(f"objects/{digest}")
+        if found is not None and not found.value["live"] and found.value.get("aside"):
+            *aside, live = found.value["aside"]
+            self._write(found.name, found.value | {"live": live, "aside": aside}, found.version)
 
     def _live(self, digest: str) -> Table:
         found = self._read(f"objects/{digest}")
@@ -210,35 +269,69 @@ class BucketStore:
     # ---------------------------------------------------------------- unfinished work
 
     def save_work(self, key: str, token: str, folder: Path, last: Mapping[str, Any]) -> dict[str, Any]:
-        there = {entry[1]: [path, entry] for path, entry in last.get("files", {}).items()}
-        files = {path: [token, hash_file(folder / path), (folder / path).stat().st_size] for path in list_files(folder)}
-        files = {path: there[entry[1]][1] if entry[1] in there else entry for path, entry in files.items()}
-        new = {folder / path: sha for path, (owner, sha, _) in files.items() if owner == token and sha not in there}
+        there = {entry[1]: entry for entry in last.get("files", {}).values()}
+        digests = {path: hash_file(folder / path) for path in list_files(folder)}
+        files = {
+            path: there[sha] if sha in there else [token, sha, (folder / path).stat().st_size]
+            for path, sha in digests.items()
+        }
+        new = {folder / path: sha for path, sha in digests.items() if sha not in there}
         self._upload(f"work/{key}/{token}/", new)
-        return {"token": token, "files": files}
+        apart = {path: [owner, sha, size] for path, (size, sha, owner) in parts_elsewhere(folder).items()}
+        return {"token": token, "files": files, "apart": apart}
 
     def load_work(self, key: str, work: Mapping[str, Any]) -> Path:
-        folder = self.folder / "work" / key / sha256_text(json.dumps(work["files"], sort_keys=True))
-        files = {path: FileEntry(size, sha) for path, (_, sha, size) in work["files"].items()}
-        if folder.is_dir():
-            if {path: one.sha256 for path, one in hash_tree(folder).items()} == {
-                path: one.sha256 for path, one in files.items()
-            }:
-                return folder
-            remove_tree(folder)
+        """Files that ranks on other nodes have uploaded (`apart`) stay in the bucket until a rank needs them."""
+        name = sha256_text(json.dumps(work["files"], sort_keys=True))
+        folder = self.folder / "work" / key / name
+        remove_tree(folder)
         make_folder(folder.parent)
-        part = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
-        for owner in {owner for owner, _, _ in work["files"].values()}:
-            some = {path: files[path] for path, entry in work["files"].items() if entry[0] == owner}
-            try:
-                self._download(f"work/{key}/{owner}/", part, some)
-            except FileNotFoundError as error:
-                raise Gone("checkpoint", key[:12], f"has lost a file ({error})", "use --force to start over") from None
+        part = folder.with_name(f".{name}.{secrets.token_hex(4)}")
+        files = {path: (size, sha, owner) for path, (owner, sha, size) in work["files"].items()}
+        self.receive(part, key, files)
         return _settle(part, folder)
 
     def drop_work(self, key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-        old, new = ({(owner, sha) for owner, sha, _ in one.get("files", {}).values()} for one in (before, now))
+        old, new = (_work_names(one) for one in (before, now))
         self._delete([f"work/{key}/{owner}/{sha}" for owner, sha in sorted(old - new)])
+
+    def send(self, folder: Path, key: str, token: str) -> dict[str, tuple[int, str, str]]:
+        """Upload the files of a folder as unfinished work, under an owner that is never used again."""
+        owner = f"{token}.{secrets.token_hex(8)}"
+        sizes = {path: ((folder / path).stat().st_size, hash_file(folder / path)) for path in list_files(folder)}
+        self._upload(f"work/{key}/{owner}/", {folder / path: sha for path, (_, sha) in sizes.items()})
+        return {path: (size, sha, owner) for path, (size, sha) in sizes.items()}
+
+    def receive(self, folder: Path, key: str, files: Parts) -> None:
+        """Download files of unfinished work into a folder. Raises Gone or Damaged."""
+        if outside := [path for path in files if not is_inside(path)]:
+            raise Damaged("checkpoint", outside[0], "is not a path inside a work folder", "use --force to start over")
+        wanted = {
+            path: (f"work/{key}/{owner}/", FileEntry(size, sha)) for path, (size, sha, owner) in files.items()
+        }
+        try:
+            self._download(wanted, folder)
+        except FileNotFoundError as error:
+            raise Gone("checkpoint", key[:12], f"has lost a file ({error})", "use --force to start over") from None
+
+    def discard(self, key: str, files: Parts) -> None:
+        """Delete files that `send` has uploaded and nobody needs any more."""
+        self._delete([f"work/{key}/{owner}/{sha}" for _, sha, owner in files.values()])
+
+    def gather(self, key: str, files: Parts) -> Path:
+        """A folder of this node's cache with files of unfinished work, verified. Raises Gone or Damaged."""
+        entries = {path: FileEntry(size, sha) for path, (size, sha, _) in files.items()}
+        view = self._copies.view(tree_digest(entries))
+        with self._copies.filling(view):
+            if view.exists() and not object_damage(view, deep=False):
+                return view
+            remove_tree(view)
+            make_folder(view.parent)
+            self._copies.evict(sum(one.size for one in entries.values()))
+            part = view.with_name(f".{view.name}.{secrets.token_hex(4)}")
+            self.receive(part, key, files)
+            _write_manifest(part, entries)
+            return _settle(part, view)
 
     # ---------------------------------------------------------------- collection
 
@@ -273,12 +366,12 @@ class BucketStore:
         return found.value
 
     def sweep(self, *, dry_run: bool) -> int:
-        """Files are listed first and tables read afterwards: a table names a generation before its first file exists."""
+        """Files are listed before tables are read: a table names a generation before its first file exists."""
         dead: list[str] = []
         data, work = self._groups("data/"), self._groups("work/")
         known = {
             f"{table.name.partition('/')[2]}-{one}"
-            for table in self._tables("objects/")
+            for table in (self._tables("objects/") if data else ())
             for one in _generations(table.value)
         }
         for group, names in data.items():
@@ -304,14 +397,34 @@ class BucketStore:
         key, _, owner = group.partition("/")
         found = self.read(f"keys/{key}")
         value = {} if found is None else found.value
-        work = value.get("work") or {}
-        return owner in ((value.get("lease") or {}).get("token"), *(one[0] for one in work.get("files", {}).values()))
+        token = (value.get("lease") or {}).get("token")
+        return owner.partition(".")[0] == token or owner in {one for one, _ in _work_names(value.get("work") or {})}
 
     # ---------------------------------------------------------------- requests
 
+    def _recent(self, name: str) -> Table | None:
+        with self._threads:
+            known, is_open = self._listed.get(name), bool(self._snapshots)
+            is_recent = is_open or time.monotonic() - self._listed_at < RECENT_S
+        if not is_recent or (known is None and not is_open):  # a table that was missing may exist by now
+            return self._read(name)
+        return None if known is None or known.value == _REMOVED else known
+
     def _read(self, name: str) -> Table | None:
         found = self._get(name)
-        return None if found is None or found[1].value == _REMOVED else found[1]
+        table = None if found is None or found[1].value == _REMOVED else found[1]
+        self._note(name, table)
+        return table
+
+    def _note(self, name: str, table: Table | None) -> None:
+        with self._threads:
+            if table is None:
+                self._listed.pop(name, None)
+            else:
+                self._listed[name] = table
+
+    def _full(self, prefix: str, name: str) -> str:
+        return name if prefix == "objects/" else f"{prefix}{name}"
 
     def _get(self, name: str) -> tuple[bytes, Table] | None:
         """The bytes and the table of this name. Raises Damaged if they do not arrive as they were written."""
@@ -323,9 +436,8 @@ class BucketStore:
             value = unpack(raw)
             if value is not None:
                 return raw, Table(name.removeprefix("tables/"), value, version, written)
-        raise Damaged(
-            "table", name, "does not arrive as it was written", "read it on another node; run `rlhf store verify` there"
-        )
+        rule = "does not arrive with the checksum that it was written with"
+        raise Damaged("table", name, rule, "read it on another node; run `rlhf store verify` there")
 
     def _write(self, name: str, value: Mapping[str, Any], expected: str | None) -> Table:
         raw = pack(value)
@@ -333,7 +445,10 @@ class BucketStore:
         while True:
             try:
                 version = self.server.put(name, raw, expected)
-                return Table(name.removeprefix("tables/"), dict(value), version, 0.0)
+                # Its time is that of the server, which the response lacks: just now.
+                table = Table(name.removeprefix("tables/"), dict(value), version, math.inf)
+                self._note(name, None if table.value == _REMOVED else table)
+                return table
             except Unreachable:
                 if time.monotonic() > deadline:
                     raise
@@ -343,21 +458,30 @@ class BucketStore:
             # Our own put may have been carried out although its answer was lost.
             there = self._get(name)
             if there is not None and there[0] == raw:
+                self._note(name, None if there[1].value == _REMOVED else there[1])
                 return there[1]
             if there is not None and expected is None and there[1].value == _REMOVED:
                 expected = there[1].version
             elif (None if there is None else there[1].version) != expected:
                 raise Conflict(name)
 
-    def _tables(self, prefix: str) -> Iterator[Table]:
+    def _tables(self, prefix: str, damaged: list[Damaged] | None = None) -> Iterator[Table]:
         listed = list(self._again(lambda: list(self.server.list(prefix))))
+
+        def get(one: tuple[str, str, float, int]) -> Table | None:
+            try:
+                return self._cached(*one[:3])
+            except Damaged as error:
+                if damaged is None:
+                    raise
+                damaged.append(error)
+                return None
+
         with ThreadPoolExecutor(THREADS) as pool:
-            for table in pool.map(lambda one: self._cached(*one[:3]), listed):
-                if table is not None:
-                    yield table
+            yield from (table for table in pool.map(get, listed) if table is not None)
 
     def _cached(self, name: str, version: str, written: float) -> Table | None:
-        """The table at a version that a listing names, from the cache of this node if that holds exactly these bytes."""
+        """The table at a listed version, from the cache of this node if that holds exactly these bytes."""
         path = self.folder / "cache" / f"{sha256_text(name)[:32]}.table"
         with suppress(FileNotFoundError):
             noted, _, raw = path.read_bytes().partition(b"\n")
@@ -381,32 +505,36 @@ class BucketStore:
         return [name for name, *_ in self._again(lambda: list(self.server.list(prefix)))]
 
     def _upload(self, prefix: str, files: Mapping[Path, str]) -> None:
-        with ThreadPoolExecutor(THREADS) as pool:
-            list(
-                pool.map(
-                    lambda one: self._again(lambda: self.server.upload(f"{prefix}{one[1]}", one[0])), files.items()
-                )
-            )
+        by_content = {sha: path for path, sha in files.items()}  # equal files of a folder once
 
-    def _download(self, prefix: str, part: Path, files: Files) -> None:
-        def get(item: tuple[str, FileEntry]) -> None:
-            path = part / item[0]
+        def put(content: tuple[str, Path]) -> None:
+            self._again(lambda: self.server.upload(f"{prefix}{content[0]}", content[1]))
+
+        with ThreadPoolExecutor(THREADS) as pool:
+            list(pool.map(put, by_content.items()))
+
+    def _download(
+        self, files: Mapping[str, tuple[str, FileEntry]], part: Path, server: Server | None = None
+    ) -> None:
+        """Write files, given as prefix and content, into the folder `part`. Raises Damaged or FileNotFoundError."""
+        source = server or self.server
+
+        def get(item: tuple[str, tuple[str, FileEntry]]) -> None:
+            name, (prefix, entry) = item
+            path = part / name
             path.parent.mkdir(parents=True, exist_ok=True)
             for _ in range(TRIES):
-                self._again(lambda: self.server.download(f"{prefix}{item[1].sha256}", path))
-                if hash_file(path) == item[1].sha256:
+                self._again(lambda: source.download(f"{prefix}{entry.sha256}", path))
+                if hash_file(path) == entry.sha256:
                     return
-            rule, remedy = (
-                f"{item[0]} arrived {TRIES} times with other content",
-                "check this node; run `rlhf store verify` on another",
-            )
-            raise Damaged("artifact", prefix, rule, remedy)
+            rule = f"{name} arrived {TRIES} times with other content"
+            raise Damaged("artifact", prefix, rule, "check this node; run `rlhf store verify` on another")
 
         with ThreadPoolExecutor(THREADS) as pool:
             list(pool.map(get, files.items()))
 
     def _again(self, request: Callable[[], T]) -> T:
-        """Repeat a request that changes nothing, or that may be carried out twice, while the server does not answer."""
+        """Repeat a request that changes nothing, or may be carried out twice, while the server does not answer."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
             try:
@@ -418,13 +546,45 @@ class BucketStore:
                 time.sleep(RETRY_S)
 
 
+# ---------------------------------------------------------------- files of a checkpoint that another node has uploaded
+
+
+def note_elsewhere(folder: Path, rank: int, files: Parts) -> None:
+    """Write a note into a folder: these files of it were uploaded by a rank on another node."""
+    write_json(folder / f"{NOTE}{rank:05d}.json", {"files": {name: list(entry) for name, entry in files.items()}})
+
+
+def parts_elsewhere(folder: Path) -> dict[str, tuple[int, str, str]]:
+    """The files below `folder` that its notes name."""
+    found: dict[str, tuple[int, str, str]] = {}
+    for note in folder.rglob(f"{NOTE}*.json"):
+        table: Mapping[str, tuple[int, str, str]] = json.loads(note.read_text(encoding="utf-8"))["files"]
+        for name, (size, sha, owner) in table.items():
+            found[(note.parent / name).relative_to(folder).as_posix()] = (size, sha, owner)
+    return found
+
+
+# ---------------------------------------------------------------- private
+
+
+def _work_names(work: Mapping[str, Any]) -> set[tuple[str, str]]:
+    """Owner and SHA-256 of all files of unfinished work."""
+    entries: Iterable[Any] = (*work.get("files", {}).values(), *work.get("apart", {}).values())
+    return {(owner, sha) for owner, sha, _ in entries}
+
+
 def _generations(state: Mapping[str, Any]) -> list[str]:
     """The generations that the table of an object names; files of any other may be deleted."""
     return [one for one in (state["live"], *state["pending"], *state.get("aside", ())) if one]
 
 
+def _write_manifest(folder: Path, files: Files) -> None:
+    listed = {path: {"size": one.size, "sha256": one.sha256} for path, one in files.items()}
+    write_json(folder / MANIFEST, {"schema": 1, "files": listed})
+
+
 def _settle(part: Path, folder: Path) -> Path:
-    """Let the files that have arrived in `part` be the read-only folder, on the disk before it has its name."""
+    """Give the complete files in `part` their read-only place, after they are on the disk."""
     fsync_tree(part)
     try:
         part.rename(folder)

@@ -1,8 +1,9 @@
 """A store in a folder that all of its processes see: one lock, tables as files, objects as folders."""
 
 import os
+import time
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import asdict
 from pathlib import Path
@@ -17,6 +18,7 @@ from rlhf_core.store.layout import (
     make_folder,
     make_read_only,
     move,
+    move_aside,
     remove_tree,
     temporary_for,
     write_json,
@@ -25,6 +27,7 @@ from rlhf_core.store.object_check import object_damage
 from rlhf_core.store.protocol import Conflict, Damaged, Files, Gone, StoredObject, Table, pack, unpack
 
 GRACE_S = 3600.0
+"""Longer than a commit takes between the object and its record."""
 _LOCKED: ContextVar[frozenset[Path]] = ContextVar("_LOCKED", default=frozenset())
 """Stores whose lock this thread holds."""
 
@@ -49,7 +52,8 @@ class DiskStore:
             return None
         value = unpack(raw)
         if value is None:
-            raise Damaged("table", str(path), "is not what was written", "run `rlhf store verify`")
+            rule = "has other content than was written"
+            raise Damaged("table", str(path), rule, "restore the file from a backup, or delete it")
         return Table(name, value, raw[:64].decode(), written)
 
     def recent(self, name: str) -> Table | None:
@@ -73,18 +77,45 @@ class DiskStore:
     def remove(self, name: str, expected: str) -> None:
         with self._lock():
             self._expect(name, expected)
-            self._table(name).unlink()
-            fsync_path(self._table(name).parent)
+            self._table(name).unlink(missing_ok=True)
+            with suppress(FileNotFoundError):
+                fsync_path(self._table(name).parent)
 
-    def tables(self, prefix: str) -> Iterator[Table]:
+    def tables(self, prefix: str, *, damaged: list[Damaged] | None = None) -> Iterator[Table]:
+        for name in self.versions(prefix):
+            try:
+                found = self.read(name)
+            except Damaged as error:
+                if damaged is None:
+                    raise
+                damaged.append(error)
+                continue
+            if found is not None:
+                yield found
+
+    def set_table_aside(self, name: str) -> None:
+        """Move a table with a wrong checksum into quarantine, so that the key can be computed again."""
+        with self._lock():
+            try:
+                self.read(name)
+            except Damaged:
+                move_aside(self._table(name), self.folder / "quarantine")
+
+    def versions(self, prefix: str) -> dict[str, str]:
+        """Name of each table below a prefix -> a text that changes when the table is written. Reads no table."""
         top = self.folder / "tables"
-        for path in sorted((top / prefix).rglob("*.json")):
-            if not path.name.startswith("."):
-                found = self.read(path.relative_to(top).as_posix().removesuffix(".json"))
-                if found is not None:
-                    yield found
+        found = {}
+        for parent, _, names in os.walk(top / prefix):
+            for file in names:
+                if file.endswith(".json") and not file.startswith("."):
+                    path = Path(parent, file)
+                    with suppress(FileNotFoundError):
+                        status = path.stat()
+                        name = path.relative_to(top).as_posix().removesuffix(".json")
+                        found[name] = f"{status.st_ino} {status.st_mtime_ns}"
+        return dict(sorted(found.items()))
 
-    def now(self) -> float:
+    def now(self, *, exact: bool = True) -> float:
         make_folder(self.folder)
         return disk_time(self.folder)
 
@@ -92,41 +123,55 @@ class DiskStore:
 
     def add(self, digest: str, folder: Path, files: Files) -> None:
         target = self._object(digest)
-        write_json(folder / MANIFEST, {"schema": 1, "files": {path: asdict(entry) for path, entry in files.items()}})
+        manifest = {"schema": 1, "files": {path: asdict(entry) for path, entry in files.items()}}
+        write_json(folder / MANIFEST, manifest)
         fsync_tree(folder)
         make_folder(target.parent)
         with self._lock():
-            damage = self._damage(digest, deep=True) if target.exists() else ""
-            if damage:
+            if target.exists() and self._damage(digest, deep=True):
                 self.set_aside(digest)
-            if not target.exists():
+            if target.exists():
+                os.utime(target)  # young again: no collection removes it before its record is written
+            else:
                 move(folder, target)
                 fsync_path(target.parent)
         make_read_only(target)
+
+    def settle(self, digest: str, folder: Path, files: Files) -> None:
+        """The folder was moved into the store, unless that had the object."""
 
     def fetch(self, digest: str) -> Path:
         if not self.has(digest):
             raise Gone("artifact", digest[:12], f"is not in {self.folder}", "run again to make it again")
         damage = self._damage(digest, deep=False)
         if damage:
-            raise Damaged("artifact", digest[:12], damage, "run `rlhf store verify`")
+            raise Damaged("artifact", digest[:12], f"is damaged ({damage})", "run again to make it again")
         return self._object(digest)
 
     def has(self, digest: str) -> bool:
         return (self._object(digest) / MANIFEST).is_file()
 
     def problem(self, digest: str, *, deep: bool = False) -> str:
-        return self._damage(digest, deep=deep) if self.has(digest) else f"is not in {self.folder}"
+        began = time.time()
+        damage = self._damage(digest, deep=deep)
+        if deep and not damage:  # the time of the manifest is that of the last good check
+            with suppress(OSError):  # this user may not write to the store
+                os.utime(self._object(digest) / MANIFEST, (began, began))
+        return damage
 
     def set_aside(self, digest: str) -> None:
         with self._lock():
             if self._object(digest).exists():
-                make_folder(self.folder / "quarantine")
-                move(
-                    self._object(digest), self.folder / "quarantine" / f"{digest}.{self._object(digest).stat().st_ino}"
-                )
+                move_aside(self._object(digest), self.folder / "quarantine")
 
-    # ---------------------------------------------------------------- unfinished work: other nodes see the folder itself
+    def restore(self, digest: str) -> None:
+        with self._lock():
+            aside = sorted((self.folder / "quarantine").glob(f"{digest}.*"), key=lambda path: path.stat().st_mtime)
+            if aside and not self._object(digest).exists():
+                make_folder(self._object(digest).parent)
+                move(aside[-1], self._object(digest))
+
+    # ---------------------------------------------------------------- unfinished work: all nodes see the folder itself
 
     def save_work(self, key: str, token: str, folder: Path, last: Mapping[str, Any]) -> dict[str, Any]:
         fsync_tree(folder)
@@ -154,18 +199,17 @@ class DiskStore:
     def objects(self, but: Collection[str]) -> Iterator[StoredObject]:
         for path in sorted((self.folder / "objects").glob("*/*")):
             if path.name not in but:
-                since, size = path.stat().st_mtime, sum((path / name).stat().st_size for name in list_files(path))
-                yield StoredObject(path.name, str(path.stat().st_ino), since, condemned=True, bytes=size)
+                status, size = path.stat(), sum((path / name).stat().st_size for name in list_files(path))
+                yield StoredObject(path.name, str(status.st_ino), status.st_mtime, condemned=True, bytes=size)
 
     def condemn(self, one: StoredObject) -> bool:
         raise NotImplementedError("on a disk, a collection holds the lock and deletes at once")
 
     def delete(self, one: StoredObject) -> bool:
         target = self._object(one.digest)
-        make_folder(self._trash)
-        move(target, self._trash / f"{one.digest}.{one.version}")  # emptied by `sweep`, without the lock
+        moved = move_aside(target, self._trash)  # `sweep` empties it, without the lock
         fsync_path(target.parent)
-        return True
+        return moved is not None
 
     def sweep(self, *, dry_run: bool) -> int:
         found = sorted(self._trash.glob("*"))

@@ -18,7 +18,7 @@ import hashlib
 import json
 import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -100,15 +100,24 @@ class Store(Protocol):
     def remove(self, name: str, expected: str) -> None:
         """Remove the table if it is at version `expected`. Raises Conflict otherwise."""
 
-    def tables(self, prefix: str) -> Iterator[Table]:
-        """All tables below a prefix. Tables written during the last `grace_s` seconds may be missing or outdated."""
+    def tables(self, prefix: str, *, damaged: list[Damaged] | None = None) -> Iterator[Table]:
+        """All tables below a prefix. Tables written during the last `grace_s` seconds may be missing or outdated.
 
-    def now(self) -> float:
-        """The time by the clock of the store."""
+        Tables that cannot be read are added to `damaged`; without it, the first of them is raised.
+        """
+
+    def versions(self, prefix: str) -> dict[str, str]:
+        """Name of each table below a prefix -> a text that changes when the table is written."""
+
+    def now(self, *, exact: bool = True) -> float:
+        """The time by the clock of the store; if not `exact`, it may be continued by this node's time since boot."""
 
     # objects
     def add(self, digest: str, folder: Path, files: Files) -> None:
         """Store a folder; another node may store the same one. On a disk the folder is moved."""
+
+    def settle(self, digest: str, folder: Path, files: Files) -> None:
+        """Take the folder of an object that was added and recorded into the cache of this node, where it has one."""
 
     def fetch(self, digest: str) -> Path:
         """A verified, read-only folder of this node with the object. Raises Gone, Damaged or Unreachable."""
@@ -121,6 +130,9 @@ class Store(Protocol):
 
     def set_aside(self, digest: str) -> None:
         """Let the next commit store the object anew. Its present files are kept, unreadable under its digest."""
+
+    def restore(self, digest: str) -> None:
+        """Use the files again that `set_aside` kept last, unless the object has been stored anew."""
 
     # unfinished work
     def save_work(self, key: str, token: str, folder: Path, last: Mapping[str, Any]) -> dict[str, Any]:
@@ -167,6 +179,12 @@ def update(
             return store.write(name, value, None if found is None else found.version, refers=refers)
         except Conflict:
             continue
+
+def discard(store: Store, name: str) -> None:
+    """Remove a table, whatever its version is; it may not exist."""
+    while (found := store.read(name)) is not None:
+        with suppress(Conflict):
+            store.remove(name, found.version)
 
 
 # ---------------------------------------------------------------- the bytes of a table, the same in a file and in a bucket

@@ -40,5 +40,6 @@ def write_files(folder: Path, files: Mapping[str, str]) -> Path:
 
 def commit_text(store: ArtifactStore, content: str, **changes: Any) -> PolicyRef:
     """Commit an artifact of one file `a.txt` under the key `sha256_text(content)`."""
-    out = write_files(store.layout.attempts / "out", {"a.txt": content})
-    return store.commit(sha256_text(content), out, PolicyRef, children={}, record=provenance(**changes))
+    with store.lease(sha256_text(content)) as lease:
+        out = write_files(store.layout.attempt(lease.key) / "out", {"a.txt": content})
+        return store.commit(lease, out, PolicyRef, children={}, record=provenance(**changes))
