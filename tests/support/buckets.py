@@ -9,11 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from obstore.store import MemoryStore
+from rlhf_core.store.places import mirror
+from rlhf_core.store.places.buckets import Bucket
 
 from rlhf_core.store import bucket_server
 from rlhf_core.store.artifacts import ArtifactStore
-from rlhf_core.store.places import mirror
-from rlhf_core.store.places.buckets import Bucket
 
 URI = "s3://memory/team"
 PAGE = 1000
@@ -38,9 +38,10 @@ class Client:
         self.requests["PUT"] += 1
         return self.memory.put(name, content, **options)
 
-    def list(self, *args: Any, chunk_size: int = PAGE, **options: Any) -> Iterator[Any]:
+    def list(self, *args: Any, **options: Any) -> Iterator[Any]:
         self.requests["LIST"] += 1
-        for number, some in enumerate(self.memory.list(*args, chunk_size=PAGE, **options)):
+        options["chunk_size"] = PAGE
+        for number, some in enumerate(self.memory.list(*args, **options)):
             self.requests["LIST"] += number > 0
             yield some
 
