@@ -9,7 +9,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
 
-from rlhf_core.errors import ArtifactError
 from rlhf_core.interfaces import Runtime, StageTracker
 from rlhf_core.processes.identity import user_name
 from rlhf_core.schema.base import Config, CustomFunction
@@ -21,8 +20,8 @@ from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.attempts import Attempt
 from rlhf_core.store.checkpoints import Checkpoints
 from rlhf_core.store.failures import Counts, Failed, Settings
-from rlhf_core.store.records import Provenance, environment
 from rlhf_core.store.leases import Lease
+from rlhf_core.store.records import Provenance, environment
 from rlhf_core.types import ArtifactRef
 from rlhf_core.user_code import watch
 from rlhf_core.user_code.dependencies import UserFunction

@@ -27,8 +27,8 @@ from rlhf_core.store.attempts import Attempt, AttemptFolder, Status
 from rlhf_core.store.checkpoints import Checkpoints
 from rlhf_core.store.failures import failure_settings
 from rlhf_core.store.layout import CHECKPOINTS, naming_disk_errors
-from rlhf_core.store.records import KeyRecord
 from rlhf_core.store.leases import Lease, Lost, Owner
+from rlhf_core.store.records import KeyRecord
 from rlhf_core.types import ArtifactRef
 
 logger = logging.getLogger(__name__)

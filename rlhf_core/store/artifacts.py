@@ -47,7 +47,7 @@ from rlhf_core.store.layout import (
 )
 from rlhf_core.store.leases import Lease, Owner, hold, living_owner, name_of, owner_in
 from rlhf_core.store.opening import open_store
-from rlhf_core.store.protocol import Damaged, Gone, update
+from rlhf_core.store.protocol import DamagedTable, Gone, update
 from rlhf_core.store.records import KeyRecord, Provenance, parse_record
 from rlhf_core.store.sharing import give_made, open_to_group
 from rlhf_core.store.typed_json import Stored, read_stored
@@ -165,7 +165,7 @@ class ArtifactStore:
 
     def scan(self) -> tuple[list[KeyRecord], list[Unreadable]]:
         """The key records, oldest first, and the tables that this version cannot read."""
-        damaged: list[Damaged] = []
+        damaged: list[DamagedTable] = []
         records, unreadable = [], []
         for table in self.shared.tables("keys/", damaged=damaged):
             record, problem = parse_record(table)

@@ -128,7 +128,14 @@ def begin(
 
 
 def end(
-    folder: AttemptFolder, attempt: Attempt, *, label: str, status: Status, failure: str, seconds: float, halted: bool = False
+    folder: AttemptFolder,
+    attempt: Attempt,
+    *,
+    label: str,
+    status: Status,
+    failure: str,
+    seconds: float,
+    halted: bool = False,
 ) -> None:
     """Record how the attempt ended and remove its output folder, if it still exists."""
     _remove_output(output(folder, attempt))

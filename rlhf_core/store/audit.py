@@ -22,7 +22,7 @@ class Deed(Stored):
     at: str
     by: str
     did: str
-    """`pin`, `unpin`, `gc`, `approve`, `reject`, `publish` or `rollback`."""
+    """`pin`, `unpin`, `gc`, `verify`, `restore`, `approve`, `reject`, `publish` or `rollback`."""
     to: str
     """Digest, gate or model."""
     why: str = ""

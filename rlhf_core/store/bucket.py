@@ -37,7 +37,18 @@ from rlhf_core.store.layout import (
 )
 from rlhf_core.store.node_cache import NodeCache
 from rlhf_core.store.object_check import object_damage
-from rlhf_core.store.protocol import Conflict, Damaged, Files, Gone, StoredObject, Table, Unreachable, pack, unpack
+from rlhf_core.store.protocol import (
+    Conflict,
+    Damaged,
+    DamagedTable,
+    Files,
+    Gone,
+    StoredObject,
+    Table,
+    Unreachable,
+    pack,
+    unpack,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -137,8 +148,14 @@ class BucketStore:
     def remove(self, name: str, expected: str) -> None:
         self._write(f"tables/{name}", _REMOVED, expected)
 
-    def tables(self, prefix: str, *, damaged: list[Damaged] | None = None) -> Iterator[Table]:
+    def tables(self, prefix: str, *, damaged: list[DamagedTable] | None = None) -> Iterator[Table]:
         yield from (table for table in self._tables(f"tables/{prefix}", damaged) if table.value != _REMOVED)
+
+    def set_table_aside(self, name: str) -> None:
+        raw, version, _ = self._again(lambda: self.server.get(f"tables/{name}"))
+        if unpack(raw) is None:
+            self.server.put(f"quarantine/{name}.{secrets.token_hex(4)}", raw, None)
+            self.server.put(f"tables/{name}", pack(_REMOVED), version)
 
     def versions(self, prefix: str) -> dict[str, str]:
         """Name of each table below a prefix -> its version. Removed tables are among them."""
@@ -306,9 +323,7 @@ class BucketStore:
         """Download files of unfinished work into a folder. Raises Gone or Damaged."""
         if outside := [path for path in files if not is_inside(path)]:
             raise Damaged("checkpoint", outside[0], "is not a path inside a work folder", "use --force to start over")
-        wanted = {
-            path: (f"work/{key}/{owner}/", FileEntry(size, sha)) for path, (size, sha, owner) in files.items()
-        }
+        wanted = {path: (f"work/{key}/{owner}/", FileEntry(size, sha)) for path, (size, sha, owner) in files.items()}
         try:
             self._download(wanted, folder)
         except FileNotFoundError as error:
@@ -437,7 +452,7 @@ class BucketStore:
             if value is not None:
                 return raw, Table(name.removeprefix("tables/"), value, version, written)
         rule = "does not arrive with the checksum that it was written with"
-        raise Damaged("table", name, rule, "read it on another node; run `rlhf store verify` there")
+        raise DamagedTable.of(name.removeprefix("tables/"), rule)
 
     def _write(self, name: str, value: Mapping[str, Any], expected: str | None) -> Table:
         raw = pack(value)
@@ -465,13 +480,13 @@ class BucketStore:
             elif (None if there is None else there[1].version) != expected:
                 raise Conflict(name)
 
-    def _tables(self, prefix: str, damaged: list[Damaged] | None = None) -> Iterator[Table]:
+    def _tables(self, prefix: str, damaged: list[DamagedTable] | None = None) -> Iterator[Table]:
         listed = list(self._again(lambda: list(self.server.list(prefix))))
 
         def get(one: tuple[str, str, float, int]) -> Table | None:
             try:
                 return self._cached(*one[:3])
-            except Damaged as error:
+            except DamagedTable as error:
                 if damaged is None:
                     raise
                 damaged.append(error)
@@ -513,9 +528,7 @@ class BucketStore:
         with ThreadPoolExecutor(THREADS) as pool:
             list(pool.map(put, by_content.items()))
 
-    def _download(
-        self, files: Mapping[str, tuple[str, FileEntry]], part: Path, server: Server | None = None
-    ) -> None:
+    def _download(self, files: Mapping[str, tuple[str, FileEntry]], part: Path, server: Server | None = None) -> None:
         """Write files, given as prefix and content, into the folder `part`. Raises Damaged or FileNotFoundError."""
         source = server or self.server
 

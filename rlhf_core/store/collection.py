@@ -8,7 +8,7 @@ version.
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from rlhf_core.errors import ArtifactError
 from rlhf_core.store.attempts import AttemptFolder, checkpoints, is_resumable
 from rlhf_core.store.layout import folder_bytes, remove_tree, walk
 from rlhf_core.store.leases import living_owner, name_of, owner_in
-from rlhf_core.store.protocol import Conflict, Damaged, Gone, Store, Table, discard, update
+from rlhf_core.store.protocol import Conflict, DamagedTable, Gone, Store, Table, discard, update
 from rlhf_core.store.roots import Root, roots_of
 
 logger = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ def collect(store: Store, *, keep_days: float = KEEP_DAYS, dry_run: bool = False
     check_days(keep_days)
     with nullcontext(store.folder_is_shared) if dry_run else store.alone() as at_once:
         now = time.time() if dry_run and at_once else store.now()
-        damaged: list[Damaged] = []
+        damaged: list[DamagedTable] = []
         tables = {table.name.rpartition("/")[2]: table for table in store.tables("keys/", damaged=damaged)}
         roots, unreadable = roots_of(store, tables.values())
         held_back = (*map(str, damaged), *unreadable)
@@ -163,7 +163,9 @@ class _Collection:
                     yield GcItem("object", one.digest, one.bytes, label, reason)
             elif self.dry_run or self.store.condemn(one):
                 hours = self.store.grace_s / 3600
-                yield GcItem("marked", one.digest, one.bytes, label, f"{reason}; a gc in {hours:.0f} h or later deletes it")
+                yield GcItem(
+                    "marked", one.digest, one.bytes, label, f"{reason}; a gc in {hours:.0f} h or later deletes it"
+                )
 
     def attempts(self) -> Iterator[GcItem]:
         """Remove unfinished work on this node that no attempt will resume."""
@@ -303,12 +305,14 @@ def verify(store: Store, *, set_aside: bool = False) -> list[Damage]:
 
     A record that is set aside stays in the table of its key, and its object stays in the store, so `restore` finds both.
     """
-    damaged: list[Damaged] = []
+    damaged: list[DamagedTable] = []
     users: dict[str, list[Table]] = {}
     for table in store.tables("keys/", damaged=damaged):
         if table.value.get("record"):
             users.setdefault(object_in(table), []).append(table)
     found = [Damage("", str(one), aside=set_aside) for one in damaged]
+    for one in damaged if set_aside else ():
+        store.set_table_aside(one.name)
     digests = {one.digest for one in store.objects(but=())} | set(users)
     for digest in sorted(digests - {""}):
         problem = store.problem(digest, deep=True)
@@ -347,16 +351,6 @@ def restore(store: Store, key: str) -> None:
         raise ArtifactError("artifact", digest[:12], f"is damaged ({problem})", "run the stage again")
     value = {name: one for name, one in found.value.items() if name != "aside"}
     store.write(found.name, value | {"record": aside["record"]}, found.version, refers=[digest])
-
-
-def asides(store: Store) -> Sequence[tuple[str, str, str]]:
-    """Key, label and problem of each record that was set aside."""
-    found = (table for table in store.tables("keys/", damaged=[]) if table.value.get("aside"))
-    return [
-        (table.name.rpartition("/")[2], one["record"]["facts"].get("label", ""), one["problem"])
-        for table in found
-        for one in [table.value["aside"]]
-    ]
 
 
 def forget(store: Store, key: str) -> None:

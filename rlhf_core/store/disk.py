@@ -24,7 +24,17 @@ from rlhf_core.store.layout import (
     write_json,
 )
 from rlhf_core.store.object_check import object_damage
-from rlhf_core.store.protocol import Conflict, Damaged, Files, Gone, StoredObject, Table, pack, unpack
+from rlhf_core.store.protocol import (
+    Conflict,
+    Damaged,
+    DamagedTable,
+    Files,
+    Gone,
+    StoredObject,
+    Table,
+    pack,
+    unpack,
+)
 
 GRACE_S = 3600.0
 """Longer than a commit takes between the object and its record."""
@@ -53,7 +63,7 @@ class DiskStore:
         value = unpack(raw)
         if value is None:
             rule = "has other content than was written"
-            raise Damaged("table", str(path), rule, "restore the file from a backup, or delete it")
+            raise DamagedTable.of(name, f"{rule} ({path})")
         return Table(name, value, raw[:64].decode(), written)
 
     def recent(self, name: str) -> Table | None:
@@ -81,11 +91,11 @@ class DiskStore:
             with suppress(FileNotFoundError):
                 fsync_path(self._table(name).parent)
 
-    def tables(self, prefix: str, *, damaged: list[Damaged] | None = None) -> Iterator[Table]:
+    def tables(self, prefix: str, *, damaged: list[DamagedTable] | None = None) -> Iterator[Table]:
         for name in self.versions(prefix):
             try:
                 found = self.read(name)
-            except Damaged as error:
+            except DamagedTable as error:
                 if damaged is None:
                     raise
                 damaged.append(error)
@@ -94,11 +104,8 @@ class DiskStore:
                 yield found
 
     def set_table_aside(self, name: str) -> None:
-        """Move a table with a wrong checksum into quarantine, so that the key can be computed again."""
-        with self._lock():
-            try:
-                self.read(name)
-            except Damaged:
+        with self._lock(), suppress(FileNotFoundError):
+            if unpack(self._table(name).read_bytes()) is None:
                 move_aside(self._table(name), self.folder / "quarantine")
 
     def versions(self, prefix: str) -> dict[str, str]:

@@ -14,7 +14,7 @@ from rlhf_core.store.bucket import BucketStore, Server
 from rlhf_core.store.disk import DiskStore
 from rlhf_core.store.fingerprint import FileEntry
 from rlhf_core.store.layout import object_of, read_json, remove_tree
-from rlhf_core.store.protocol import Damaged, Gone, Table
+from rlhf_core.store.protocol import DamagedTable, Gone, Table
 
 File = tuple[dict[str, Any], float]
 """Content and time of the last write of a file with schema 1."""
@@ -70,7 +70,7 @@ class EarlierBucketStore(BucketStore):
     def remove(self, name: str, expected: str) -> None:
         self.write(name, {"removed": True}, expected)
 
-    def tables(self, prefix: str, *, damaged: list[Damaged] | None = None) -> Iterator[Table]:
+    def tables(self, prefix: str, *, damaged: list[DamagedTable] | None = None) -> Iterator[Table]:
         found = {table.name: table for table in self._tables(f"tables/{prefix}", damaged)}
         yield from (table for table in found.values() if table.value != {"removed": True})
         for name in self._earlier_names(prefix) - found.keys():
@@ -142,7 +142,8 @@ class EarlierBucketStore(BucketStore):
     def _earlier_times(self) -> dict[str, float]:
         if self._times is None:
             listed = [
-                one for prefix in ("records/", "objects/") for one in self._again(lambda: list(self.earlier.list(prefix)))
+                *self._again(lambda: list(self.earlier.list("records/"))),
+                *self._again(lambda: list(self.earlier.list("objects/"))),
             ]
             self._times = {name: written for name, _, written, _ in listed}
         return self._times

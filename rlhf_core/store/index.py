@@ -73,15 +73,28 @@ class Unreadable:
         return f"{self.name} {self.problem}".strip()
 
 
-def rows(store: "Store", layout: StoreLayout) -> tuple[list[Row], list[Unreadable]]:
-    """The rows of all key records, oldest first, and the records that this version cannot read."""
+@dataclass(frozen=True, slots=True)
+class SetAside:
+    """A record that `rlhf store verify` has set aside, with the reason."""
+
+    key: str
+    label: str
+    problem: str
+
+    def __str__(self) -> str:
+        return f"{self.label} {self.key}: {self.problem}"
+
+
+def rows(store: "Store", layout: StoreLayout) -> tuple[list[Row], list[Unreadable], list[SetAside]]:
+    """The rows of all key records, oldest first; the records that cannot be read, and those that were set aside."""
     known = _load(layout.index / RECORDS)
     entries: dict[str, list[Any]] = {}
     unreadable: list[Unreadable] = []
+    aside: list[SetAside] = []
     for name, version in store.versions("keys/").items():
         entry = known.get(name)
         if entry is None or entry[0] != version:
-            fields = _read_record(store, name, unreadable)
+            fields = _read_record(store, name, unreadable, aside)
             if fields is None:
                 continue
             entry = [version, fields]
@@ -90,7 +103,7 @@ def rows(store: "Store", layout: StoreLayout) -> tuple[list[Row], list[Unreadabl
         _save(layout.index / RECORDS, entries)
     found = [Row(name.rpartition("/")[2], *entry[1]) for name, entry in entries.items()]
     unreadable.sort(key=lambda one: one.name)
-    return sorted(found, key=lambda row: (row.started, row.key)), unreadable
+    return sorted(found, key=lambda row: (row.started, row.key)), unreadable, aside
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +118,9 @@ def states(store: "Store", layout: StoreLayout, digests: set[str]) -> dict[str, 
     """Size and damage of the objects. On a disk, manifests come from the index, and their files are checked."""
     if not store.folder_is_shared:
         sizes = {one.digest: one.bytes for one in store.objects(but=())}
-        return {digest: State(sizes.get(digest), "" if digest in sizes else store.problem(digest)) for digest in digests}
+        return {
+            digest: State(sizes.get(digest), "" if digest in sizes else store.problem(digest)) for digest in digests
+        }
     known = _load(layout.index / OBJECTS)
     entries: dict[str, list[Any]] = {}
     found = {}
@@ -141,7 +156,7 @@ def remembered_code() -> Iterator[None]:
 # ---------------------------------------------------------------- records
 
 
-def _read_record(store: "Store", name: str, unreadable: list[Unreadable]) -> list[Any] | None:
+def _read_record(store: "Store", name: str, unreadable: list[Unreadable], aside: list[SetAside]) -> list[Any] | None:
     """The fields of a row after its key; None for a key without a readable record, which is not remembered."""
     from rlhf_core.store.protocol import Damaged  # imports pydantic, which is not needed while the index is current
     from rlhf_core.store.records import parse_record
@@ -153,6 +168,10 @@ def _read_record(store: "Store", name: str, unreadable: list[Unreadable]) -> lis
         return None
     record, problem = (None, "") if table is None else parse_record(table)
     if record is None:
+        if table is not None and table.value.get("aside"):
+            entry = table.value["aside"]
+            label = str(entry["record"]["facts"].get("label", ""))
+            aside.append(SetAside(name.rpartition("/")[2], label, str(entry["problem"])))
         if problem:
             unreadable.append(Unreadable(name, problem))
         return None

@@ -59,7 +59,9 @@ class Owner:
         """A sentence for a process that waits. The process of another machine may have ended unseen."""
         if _is_local(self):
             return f"{self} is computing it"
-        return f"{self} is computing it; should that have ended, its lease is taken over {TTL_S:.0f} s after its last sign"
+        return (
+            f"{self} is computing it; should that have ended, its lease is taken over {TTL_S:.0f} s after its last sign"
+        )
 
 
 class Lost(ArtifactError):
@@ -246,7 +248,9 @@ def _acquire(store: Store, key: str, ours: Owner, on_wait: Callable[[Owner], Non
         found = store.read(name_of(key))
         value = {} if found is None else found.value
         holder = owner_in(value)
-        if found is not None and holder is not None and holder.token == ours.token:  # our write was done, its answer lost
+        if (
+            found is not None and holder is not None and holder.token == ours.token
+        ):  # our write was done, its answer lost
             return Lease(store, key, ours.token, waited, _known=[found])
         is_free = holder is None or is_gone(holder) or _is_left(holder)
         if is_free or (holder and watch.is_over((holder.token, holder.beat)) and _may_be_silent(holder)):

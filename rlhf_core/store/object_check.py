@@ -54,5 +54,3 @@ def _content_damage(folder: Path, files: Mapping[str, FileEntry]) -> str:
     if extra:
         return f"{extra[0]} is not listed in it"
     return "" if tree_digest(files) == folder.name else f"its {MANIFEST} does not match its digest"
-
-

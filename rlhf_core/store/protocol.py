@@ -46,6 +46,21 @@ class Damaged(ArtifactError):
     """This node read other bytes than were stored, several times. Nothing was changed in the store."""
 
 
+class DamagedTable(Damaged):
+    """This node read a table with a wrong checksum, several times."""
+
+    name: str
+
+    @classmethod
+    def of(cls, name: str, rule: str) -> "DamagedTable":
+        """The error for the table of this name."""
+        error = cls(
+            "table", name, rule, "read it on another node; run `rlhf store verify --set-aside` if it is damaged"
+        )
+        error.name = name
+        return error
+
+
 @dataclass(frozen=True, slots=True)
 class Table:
     """A table as it was read. `written` is the time of its last write by the clock of the store."""
@@ -100,11 +115,14 @@ class Store(Protocol):
     def remove(self, name: str, expected: str) -> None:
         """Remove the table if it is at version `expected`. Raises Conflict otherwise."""
 
-    def tables(self, prefix: str, *, damaged: list[Damaged] | None = None) -> Iterator[Table]:
+    def tables(self, prefix: str, *, damaged: list[DamagedTable] | None = None) -> Iterator[Table]:
         """All tables below a prefix. Tables written during the last `grace_s` seconds may be missing or outdated.
 
         Tables that cannot be read are added to `damaged`; without it, the first of them is raised.
         """
+
+    def set_table_aside(self, name: str) -> None:
+        """Keep the bytes of a table with a wrong checksum elsewhere, so that its key can be computed again."""
 
     def versions(self, prefix: str) -> dict[str, str]:
         """Name of each table below a prefix -> a text that changes when the table is written."""
@@ -179,6 +197,7 @@ def update(
             return store.write(name, value, None if found is None else found.version, refers=refers)
         except Conflict:
             continue
+
 
 def discard(store: Store, name: str) -> None:
     """Remove a table, whatever its version is; it may not exist."""
