@@ -290,14 +290,15 @@ def _modified(path: Path) -> float:
 class Damage:
     """An object or a table that this node could not read. `aside`: whether it was set aside."""
 
-    name: str
+    digest: str
+    """Digest of the object; "" for a table."""
     problem: str
     labels: tuple[str, ...] = ()
     aside: bool = False
 
     def __str__(self) -> str:
         whose = f" ({', '.join(self.labels)})" if self.labels else ""
-        return f"object {self.name[:12]}{whose}: {self.problem}" if self.name else f"record: {self.problem}"
+        return f"object {self.digest[:12]}{whose}: {self.problem}" if self.digest else f"record: {self.problem}"
 
 
 def verify(store: Store, *, set_aside: bool = False) -> list[Damage]:

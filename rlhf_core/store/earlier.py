@@ -13,7 +13,7 @@ from typing import Any
 from rlhf_core.store.bucket import BucketStore, Server
 from rlhf_core.store.disk import DiskStore
 from rlhf_core.store.fingerprint import FileEntry
-from rlhf_core.store.layout import object_of, read_json, remove_tree
+from rlhf_core.store.layout import mark_schema, object_of, read_json, remove_tree
 from rlhf_core.store.protocol import DamagedTable, Gone, Table
 
 File = tuple[dict[str, Any], float]
@@ -31,7 +31,14 @@ class EarlierDiskStore(DiskStore):
             return found
         return _table(name, self._file, lambda folder: [path.name for path in sorted((self.folder / folder).glob("*"))])
 
+    def write(
+        self, name: str, value: Mapping[str, Any], expected: str | None, *, refers: Collection[str] = ()
+    ) -> Table:
+        mark_schema(self.folder)  # first: an older program would not see the table
+        return super().write(name, value, expected, refers=refers)
+
     def remove(self, name: str, expected: str) -> None:
+        mark_schema(self.folder)
         with self._lock():
             super().remove(name, expected)
             for path in _paths(name):
@@ -179,7 +186,9 @@ def _table(name: str, read: Callable[[str], File | None], children: Callable[[st
 
 def _key(key: str, read: Callable[[str], File | None]) -> File:
     record, past = read(f"keys/{key[:2]}/{key}.json"), read(f"attempts/{key}/attempt.json")
-    value = {} if past is None else {name: past[0][name] for name in ("label", "attempts") if name in past[0]}
+    value: dict[str, Any] = {}
+    if past is not None:
+        value = {name: past[0][name] for name in ("label", "attempts") if name in past[0]}
     if record is not None:
         value["record"] = stored_record(record[0])
     return value, (record or past or ({}, 0.0))[1]
