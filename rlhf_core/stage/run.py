@@ -33,13 +33,17 @@ from rlhf_core.types import ArtifactRef
 
 logger = logging.getLogger(__name__)
 
+LISTED_S = 30.0
+"""How old a listing of the store may be that says that a result exists. A lease reads the store again."""
+
 
 def find(
     store: ArtifactStore, spec: StageSpec, *, strict: Strictness = Strictness()
 ) -> tuple[KeyRecord, Decision] | None:
     """Return the record and the HIT of a stage whose artifact is in the store; None if the stage must run."""
-    target = target_of(store, spec, strict=strict)
-    return _take(store, spec, target)
+    with store.snapshot(within_s=LISTED_S):
+        target = target_of(store, spec, strict=strict)
+        return _take(store, spec, target)
 
 
 def execute(
@@ -67,8 +71,9 @@ def execute(
             on_decision(decision)
         return decision
 
-    target = target_of(store, spec, strict=strict)
-    found = None if force else _take(store, spec, target)
+    with store.snapshot(within_s=LISTED_S):
+        target = target_of(store, spec, strict=strict)
+        found = None if force else _take(store, spec, target)
     if found is not None:
         return found[0].handle, reported(found[1])
 

@@ -47,7 +47,7 @@ from rlhf_core.store.layout import (
 )
 from rlhf_core.store.leases import Lease, Owner, hold, living_owner, name_of, owner_in
 from rlhf_core.store.opening import open_store
-from rlhf_core.store.protocol import DamagedTable, Gone, update
+from rlhf_core.store.protocol import Conflict, DamagedTable, Gone, update
 from rlhf_core.store.records import KeyRecord, Provenance, parse_record
 from rlhf_core.store.sharing import give_made, open_to_group
 from rlhf_core.store.typed_json import Stored, read_stored
@@ -120,9 +120,12 @@ class ArtifactStore:
         """True if `path` finds the artifact."""
         return self.folder(ref.uri).is_dir() if self.is_external(ref) else self.shared.has(object_digest(ref))
 
-    def snapshot(self) -> AbstractContextManager[None]:
-        """Read all records at once instead of one by one, if each costs a request."""
-        return self.shared.snapshot()
+    def snapshot(self, *, within_s: float = 1.0) -> AbstractContextManager[None]:
+        """Read all records at once instead of one by one, if each costs a request.
+
+        A listing that is not older than `within_s` seconds is used again.
+        """
+        return self.shared.snapshot(within_s=within_s)
 
     def attempts(self, key: str, lease: Lease | None = None) -> AttemptFolder:
         """The attempts at a key. With the lease, their history can be written."""
@@ -133,10 +136,7 @@ class ArtifactStore:
 
         Damage is logged as a warning, and the stage runs again. The damaged object stays until it is stored anew.
         """
-        record, problem = self._look_up(key)
-        if problem:
-            logger.warning("store: the artifact of key %s cannot be used: %s", key[:12], problem)
-        return record
+        return self._look_up(key)[0]
 
     def damage(self, key: str) -> str:
         """Why the record of a key does not count, or ""."""
@@ -212,8 +212,13 @@ class ArtifactStore:
         return None if found is None else found.value
 
     def note_label(self, label: str, pipeline: str, value: Mapping[str, Any]) -> None:
-        """Replace what `label` returns."""
-        update(self.shared, _label(label, pipeline), lambda _: value)
+        """Replace the value that `label` returns."""
+        name = _label(label, pipeline)
+        known = self.shared.recent(name)
+        try:
+            self.shared.write(name, value, None if known is None else known.version)
+        except Conflict:
+            update(self.shared, name, lambda _: value)
 
     def is_external(self, ref: ArtifactRef) -> bool:
         """True if `ref` is a user's own folder, which this store neither keeps nor removes."""
@@ -356,10 +361,11 @@ class ArtifactStore:
         if not table.value.get("record"):
             return None, str((table.value.get("aside") or {}).get("problem", ""))
         record, problem = parse_record(table)
-        if record is None:
-            return None, f"its record {problem}"
-        problem = self.shared.problem(object_digest(record.handle))
-        return (None, problem) if problem else (record, "")
+        problem = f"its record {problem}" if record is None else self.shared.problem(object_digest(record.handle))
+        if problem:
+            logger.warning("store: the artifact of key %s cannot be used: %s", key[:12], problem)
+            return None, problem
+        return record, ""
 
     def _hash_external(self, folder: Path) -> dict[str, FileEntry]:
         memory = self.layout.externals / f"{sha256_text(str(folder))}.json"

@@ -60,6 +60,8 @@ TRIES = 3
 PATIENCE_S, RETRY_S = 180.0, 2.0
 """How long a request is repeated while the server does not answer, and the pause between two tries."""
 THREADS = 16
+FRESH_S = 1.0
+"""How old a listing may be that a snapshot uses."""
 RECENT_S = 30.0
 """How long a listing answers `recent` after its snapshot has closed."""
 CLOCK_S = 3600.0
@@ -123,9 +125,9 @@ class BucketStore:
         return self._recent(f"tables/{name}")
 
     @contextmanager
-    def snapshot(self) -> Iterator[None]:
+    def snapshot(self, *, within_s: float = FRESH_S) -> Iterator[None]:
         with self._threads:
-            if not self._snapshots and time.monotonic() - self._listed_at > 1.0:
+            if not self._snapshots and time.monotonic() - self._listed_at > within_s:
                 self._listed = {}
                 for prefix in ("tables/", "objects/"):
                     self._listed |= {self._full(prefix, table.name): table for table in self._tables(prefix)}
@@ -250,8 +252,10 @@ class BucketStore:
         try:
             files = {path: (prefix, FileEntry(*entry)) for path, entry in found.value["files"].items()}
             self._download(files, part)
-        except (Damaged, FileNotFoundError) as error:
-            return str(error)
+        except FileNotFoundError as error:
+            return f"has lost a file ({error})"
+        except Damaged as error:
+            return str(error).partition(": ")[2].partition(";")[0]
         finally:
             remove_tree(part)
         return ""

@@ -69,7 +69,7 @@ class DiskStore:
     def recent(self, name: str) -> Table | None:
         return self.read(name)
 
-    def snapshot(self) -> AbstractContextManager[None]:
+    def snapshot(self, *, within_s: float = 0.0) -> AbstractContextManager[None]:
         return nullcontext()
 
     def write(

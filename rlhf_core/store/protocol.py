@@ -101,8 +101,11 @@ class Store(Protocol):
     def recent(self, name: str) -> Table | None:
         """The table as of the snapshot that is open in this process; without a snapshot the same as `read`."""
 
-    def snapshot(self) -> AbstractContextManager[None]:
-        """Let `recent` and `problem` use one listing inside the block instead of a request for each name."""
+    def snapshot(self, *, within_s: float = ...) -> AbstractContextManager[None]:
+        """Let `recent` and `problem` use one listing inside the block instead of a request for each name.
+
+        A listing that is not older than `within_s` seconds is used again.
+        """
 
     def write(
         self, name: str, value: Mapping[str, Any], expected: str | None, *, refers: Collection[str] = ()
