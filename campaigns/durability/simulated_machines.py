@@ -33,7 +33,6 @@ from unittest import mock
 from greenlet import getcurrent, greenlet
 
 from rlhf_core.store import bucket, checkpoints, disk_lock, layout, leases
-from rlhf_core.store.places import local
 
 ROOT = "/sim"
 FIRST_DESCRIPTOR = 1 << 20
@@ -58,8 +57,8 @@ class Node:
     entries: dict[str, Node] | None = None
     data: bytes = b""
     durable: Any = b""
-    lock: tuple[Process, int] | None = None
-    """The process and the descriptor that hold the lock of the file."""
+    locks: dict[tuple[Process, int], int] = field(default_factory=dict)
+    """The process and the descriptor that hold a lock of the file -> `fcntl.LOCK_EX` or `fcntl.LOCK_SH`."""
 
 
 @dataclass(eq=False)
@@ -132,6 +131,9 @@ class OfProcess:
 
     def add(self, one: object) -> None:
         current().process.kept.add(one)
+
+    def discard(self, one: object) -> None:
+        current().process.kept.discard(one)
 
 
 class Listing:
@@ -466,7 +468,7 @@ class World:
     def close(self, number: int, process: Process | None = None) -> None:
         process = process or current().process
         node, _, _ = process.open.pop(number, (self.root, "", 0))
-        node.lock = None if node.lock == (process, number) else node.lock
+        node.locks.pop((process, number), None)
 
     def fsync(self, number: int) -> None:
         node, path, _ = current().process.open[number]
@@ -482,14 +484,20 @@ class World:
         node, path, _ = process.open[number]
 
         def is_free() -> bool:
-            return node.lock is None or (self.locks == "of one host" and node.lock[0].host != process.host)
+            return not [
+                how
+                for (other, held), how in node.locks.items()
+                if (other, held) != (process, number)
+                and (how == fcntl.LOCK_EX or operation & fcntl.LOCK_EX)
+                and (self.locks != "of one host" or other.host == process.host)
+            ]
 
         self.step("flock", path)
         while not is_free():
             if operation & fcntl.LOCK_NB:
                 raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
             self.block(is_free)
-        node.lock = (process, number)
+        node.locks[process, number] = operation & ~fcntl.LOCK_NB
 
     def open_file(self, path: str, mode: str = "r", *_: Any, **__: Any) -> Any:
         raw = File(self.open(path, FLAGS[mode.strip("bt")]))
@@ -527,9 +535,12 @@ class World:
             (builtins, "open", self.open_file),
         ]  # fmt: skip
         of_process: list[tuple[Any, str, Callable[..., Any]]] = [
-            *((module, "here", lambda: (current().process.host, "boot", "pids")) for module in (layout, leases)),
-            *((module, "process_state", self._state) for module in (leases,)),
-            *((module, "process_stat", lambda number: ("R", number)) for module in (leases,)),
+            *(
+                (module, "here", lambda: (current().process.host, "boot", "pids"))
+                for module in (layout, leases, bucket)
+            ),
+            (leases, "process_state", self._state),
+            (leases, "process_stat", lambda number: ("R", number)),
             (layout, "is_running", lambda number: self._state(number) != "gone"),
             (os, "getpid", lambda: current().process.number),
             (secrets, "token_hex", lambda size: self.random.randbytes(size).hex()),
@@ -537,6 +548,7 @@ class World:
             (time, "time", lambda: self.now + current().process.clock_offset),
             (time, "time_ns", lambda: int((self.now + current().process.clock_offset) * 1e9)),
             (time, "monotonic", lambda: self.now),
+            (time, "clock_gettime", lambda clock: self.now),
             (time, "sleep", lambda seconds: self.block(lambda: False, seconds)),
         ]
         threads = SimpleNamespace(**vars(threading) | {"Thread": Thread, "Event": Event, "Timer": _TIMER})
@@ -545,11 +557,12 @@ class World:
                 stack.enter_context(mock.patch.object(module, name, _for_paths(call, getattr(module, name))))
             for module, name, call in of_process:
                 stack.enter_context(mock.patch.object(module, name, _for_processes(call, getattr(module, name))))
-            for module in (leases, checkpoints, local, disk_lock):
+            for module in (leases, checkpoints, disk_lock):
                 stack.enter_context(mock.patch.object(module, "threading", threads))
             for module in (layout, bucket):
                 stack.enter_context(mock.patch.object(module, "ThreadPoolExecutor", _POOL))
-            stack.enter_context(mock.patch.object(layout, "_DURABLE", OfProcess()))
+            for module, name in ((layout, "_DURABLE"), (leases, "_HELD")):
+                stack.enter_context(mock.patch.object(module, name, OfProcess()))
             stack.enter_context(mock.patch.object(shutil, "_use_fd_functions", False))
             yield
 

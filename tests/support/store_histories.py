@@ -30,7 +30,7 @@ from unittest import mock
 
 from campaigns.durability.simulated_machines import Process, World, current
 from rlhf_core.errors import ArtifactError
-from rlhf_core.store import bucket, collection, leases
+from rlhf_core.store import bucket, collection, leases, roots
 from rlhf_core.store.bucket import BucketStore
 from rlhf_core.store.disk import DiskStore
 from rlhf_core.store.fingerprint import hash_tree, tree_digest
@@ -40,7 +40,7 @@ from tests.support.simulated_bucket import SimulatedBucket, unreachable
 
 STORES = ("disk", "bucket")
 GRACE_S, TTL_S, HEARTBEAT_S = 3000.0, 600.0, 100.0
-KEEP_S = 40 * GRACE_S
+DAY_S, KEEP_DAYS = 2 * GRACE_S, 20.0
 """Longer than a history, so a collection may remove no result of it."""
 HOSTS = ("ada", "ben", "cy")
 FRESH = "fresh"
@@ -162,7 +162,7 @@ class History:
         store.remove(table.name, table.version)
         if self.bucket is not None and self.random.random() < 0.5:
             time.sleep(1.1 * GRACE_S)
-            collection.collect(store, keep_s=KEEP_S)
+            collection.collect(store, keep_days=KEEP_DAYS)
         time.sleep(1.5 * GRACE_S)
 
     def run_stage(self, key: str) -> None:
@@ -178,7 +178,7 @@ class History:
     def hit(self, store: Store, key: str) -> bool:
         found = store.read(name_of(key))
         record = None if found is None else found.value.get("record")
-        if not record or not collection.used(store, key):
+        if not record or not collection.note_use(store, key):
             return False
         self.acknowledge(key, record)
         if (store.fetch(record["object"]) / "weights").read_bytes() != WEIGHTS[key]:
@@ -209,7 +209,7 @@ class History:
     def commit(self, store: Store, lease: Lease, key: str, weights: bytes) -> dict[str, Any]:
         folder = store.folder / "attempts" / key / lease.token / "out"
         files = hash_tree(_write(folder, weights=weights, config=b"the same in all objects"))
-        record = {"object": tree_digest(files), "inputs": [], "token": lease.token}
+        record = {"object": tree_digest(files), "inputs": [], "facts": {}, "token": lease.token}
         with self._committing():
             lease.commit(record["object"], folder, files, record)
         return record
@@ -220,7 +220,7 @@ class History:
         time.sleep(self.random.choice([0.0, 0.2, 0.9, 1.3]) * GRACE_S)
         with suppress(Gone, Damaged), self._committing():
             if store.has(self.unused):
-                store.write("pins/old", {"object": self.unused}, None, refers=[self.unused])
+                roots.pin(store, self.unused, "")
                 self.pins.add(self.unused)
                 self.check()
 
@@ -231,9 +231,7 @@ class History:
                 self.collect_once()
 
     def collect_once(self) -> None:
-        store = self.store()
-        roots = lambda: [table.value["object"] for table in store.tables("pins/")]  # noqa: E731
-        collection.collect(store, keep_s=KEEP_S, roots=roots)
+        collection.collect(self.store(), keep_days=KEEP_DAYS)
 
     def repeat(self, key: str) -> None:
         """Run the stage until it succeeds, as a person repeats a command."""
@@ -333,7 +331,7 @@ def _short_times() -> Iterator[None]:
         (DiskStore, "grace_s", GRACE_S),
         (bucket, "PATIENCE_S", 60.0),
         (bucket, "RETRY_S", 5.0),
-        (collection, "DAY_S", 2 * GRACE_S),
+        (collection, "DAY_S", DAY_S),
     )
     with ExitStack() as stack:
         for module, name, value in values:

@@ -2,7 +2,7 @@
 
 import secrets
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -39,7 +39,7 @@ def save_after_drop(lease: Lease, folder: Path, **noted: Any) -> None:
     lease.update(lambda value: value | {"work": work})
 
 
-def commit_without_fence(lease: Lease, digest: str, out: Path, files: Files, record: Mapping[str, Any]) -> Table:
+def commit_without_fence(lease: Lease, digest: str, out: Path, files: Files, record: Any, **_: Any) -> Table:
     lease.store.add(digest, out, files)
     return update(lease.store, name_of(lease.key), lambda value: value | {"record": dict(record)}, refers=[digest])
 
@@ -128,7 +128,7 @@ MUTANTS: dict[str, dict[str, Mutant]] = {
         ],
         "files are deleted by digest instead of generation": [(BucketStore, "delete", delete_by_digest)],
         "a generation is named after its upload": [(BucketStore, "add", add_unnamed)],
-        "marks have an age by the clock of the node": [(BucketStore, "now", lambda store: time.time())],
+        "marks have an age by the clock of the node": [(BucketStore, "now", lambda store, exact=True: time.time())],
         "a cached table counts at any version": [(BucketStore, "_cached", cached_at_any_version)],
         "requests are not repeated": [(BucketStore, "_again", lambda store, request: request())],
     },
