@@ -9,10 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from obstore.store import MemoryStore
-from rlhf_core.store.places import mirror
-from rlhf_core.store.places.buckets import Bucket
 
-from rlhf_core.store import bucket_server
+from rlhf_core.store import bucket_server, opening
 from rlhf_core.store.artifacts import ArtifactStore
 
 URI = "s3://memory/team"
@@ -63,13 +61,13 @@ class Nodes:
 
     def __init__(self, folder: Path, patch: Any) -> None:
         self.folder, self.client, self._patch = folder, Client(), patch
-        for module in (bucket_server, mirror):
-            patch.setattr(module, "open_bucket", lambda uri: Bucket(uri, self.client))
+        patch.setattr(bucket_server, "open_bucket", lambda uri: self.client)
 
     def store(self, node: str) -> ArtifactStore:
         """The store as a new process on this node opens it."""
         self._patch.setenv("RLHF_CACHE", str(self.folder / node))
-        return ArtifactStore(mirror.store_root(URI))
+        opening._open_bucket_store.cache_clear()
+        return ArtifactStore(opening.store_root(URI))
 
     def cut_power(self, node: str) -> int:
         """Empty the files in the cache of a node that were not fsynced; returns their number."""

@@ -6,10 +6,10 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from rlhf_core.store.places.mirror import store_root
 
 from rlhf_core.store import bucket
 from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.store.opening import store_root
 from tests.support.faulty_proxy import FaultyProxy, faulty
 from tests.support.object_servers import environment, running
 from tests.support.toy_stage import ToyConfig, run_toy, toy_spec
