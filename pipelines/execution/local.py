@@ -157,7 +157,7 @@ class LocalExecutor:
             key=key,
             params=spec.config.model_dump(mode="json"),
             tags={"stage": spec.name, **context.links},
-            fresh=starts_over(context.store, target, force=context.options.forces(spec.label)),
+            fresh=starts_over(context.store.attempts(key), target, force=context.options.forces(spec.label)),
         )
         shown = ShownTracker(inner, spec.label, context.listener)
 

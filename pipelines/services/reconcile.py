@@ -13,6 +13,7 @@ from pipelines.services.servers import private_server
 from pipelines.services.user_servers import connect_user_prefect, tracking_uri, user_prefect
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.layout import sweep_temporaries
+from rlhf_core.store.leases import is_gone, owner_in
 from rlhf_core.tracking import mlflow
 
 
@@ -34,9 +35,11 @@ def reconcile_all(home: Home, stores: list[ArtifactStore]) -> Iterator[str]:
 
 def reconcile_store(store: ArtifactStore) -> Iterator[str]:
     """Remove leases whose owner is gone and end the attempts of such owners; yield a line for every change."""
-    for table in store.shared.tables("keys/"):
-        key = table.name.rpartition("/")[2]
+    for table in store.shared.tables("keys/", damaged=[]):
+        key, owner = table.name.rpartition("/")[2], owner_in(table.value)
         ended = store.tidy(key)
+        if owner is not None and is_gone(owner):
+            yield f"lease {key[:12]} of {owner} -> removed: its owner is gone"
         if ended is not None:
             label, attempt = ended
             yield f"attempt {attempt.number} at {label} ({key[:12]}) -> {attempt.status}: {attempt.failure}"

@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from rlhf_core.store.failures import FAILURES
 from rlhf_core.store.layout import (
@@ -271,7 +271,11 @@ def _read(folder: AttemptFolder) -> tuple[str, list[Attempt]]:
     """The label and the attempts in the table of a key."""
     found = folder.lease.latest() if folder.lease is not None else folder.store.recent(name_of(folder.key))
     value = {} if found is None else found.value
-    return value.get("label", ""), _ATTEMPTS.validate_python(value.get("attempts", []))
+    try:
+        return str(value.get("label", "")), _ATTEMPTS.validate_python(value.get("attempts", []))
+    except ValidationError:
+        logger.warning("the history of %s cannot be read; counting attempts from 1", folder.key[:12])
+        return "", []
 
 
 def _write(folder: AttemptFolder, label: str, attempts: list[Attempt]) -> None:

@@ -6,7 +6,6 @@ nothing has referred to the object since. Each reference clears the mark, and th
 version.
 """
 
-import logging
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext, suppress
@@ -16,12 +15,11 @@ from typing import Any
 
 from rlhf_core.errors import ArtifactError
 from rlhf_core.store.attempts import AttemptFolder, checkpoints, is_resumable
-from rlhf_core.store.layout import folder_bytes, remove_tree, walk
+from rlhf_core.store.disk import TRASH, empty_trash
+from rlhf_core.store.layout import folder_bytes, move_aside, walk
 from rlhf_core.store.leases import living_owner, name_of, owner_in
 from rlhf_core.store.protocol import Conflict, DamagedTable, Gone, Store, Table, discard, update
 from rlhf_core.store.roots import Root, roots_of
-
-logger = logging.getLogger(__name__)
 
 DAY_S = 86_400.0
 KEEP_DAYS = 30.0
@@ -122,6 +120,8 @@ def collect(store: Store, *, keep_days: float = KEEP_DAYS, dry_run: bool = False
         items = [] if held_back else [*run.records(), *run.objects(at_once=at_once)]
         items += [] if project else [*run.attempts(), *run.quarantine()]
     kept = () if held_back else tuple(run.kept())
+    if not dry_run:
+        empty_trash(store.folder)
     return GcReport(tuple(items), dry_run, held_back, kept, store.sweep(dry_run=dry_run))
 
 
@@ -222,10 +222,7 @@ class _Collection:
     def _removed(self, kind: str, path: Path, label: str, reason: str) -> GcItem:
         item = GcItem(kind, str(path), folder_bytes(path), label, reason)
         if not self.dry_run:
-            try:
-                remove_tree(path)
-            except ArtifactError as error:
-                logger.warning("store: %s", error)
+            move_aside(path, self.store.folder / TRASH)  # in one step: removing it may take long
         return item
 
     def _days(self, then: float) -> str:

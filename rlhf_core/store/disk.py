@@ -1,5 +1,6 @@
 """A store in a folder that all of its processes see: one lock, tables as files, objects as folders."""
 
+import logging
 import os
 import time
 from collections.abc import Collection, Iterator, Mapping
@@ -9,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rlhf_core.errors import ArtifactError
 from rlhf_core.store.disk_lock import alone, disk_time
 from rlhf_core.store.fingerprint import list_files
 from rlhf_core.store.layout import (
@@ -36,6 +38,9 @@ from rlhf_core.store.protocol import (
     unpack,
 )
 
+logger = logging.getLogger(__name__)
+
+TRASH = "trash"
 GRACE_S = 3600.0
 """Longer than a commit takes between the object and its record."""
 _LOCKED: ContextVar[frozenset[Path]] = ContextVar("_LOCKED", default=frozenset())
@@ -214,21 +219,16 @@ class DiskStore:
 
     def delete(self, one: StoredObject) -> bool:
         target = self._object(one.digest)
-        moved = move_aside(target, self._trash)  # `sweep` empties it, without the lock
+        moved = move_aside(target, self.folder / TRASH)  # `sweep` empties it, without the lock
         fsync_path(target.parent)
         return moved is not None
 
     def sweep(self, *, dry_run: bool) -> int:
-        found = sorted(self._trash.glob("*"))
-        for path in [] if dry_run else found:
-            remove_tree(path)
-        return len(found)
+        if not dry_run:
+            empty_trash(self.folder)
+        return 0  # uploads are never interrupted: a folder is moved in one step
 
     # ---------------------------------------------------------------- private
-
-    @property
-    def _trash(self) -> Path:
-        return self.folder / "trash"
 
     def _table(self, name: str) -> Path:
         return self.folder / "tables" / f"{name}.json"
@@ -256,6 +256,15 @@ class DiskStore:
         found = self.read(name)
         if (None if found is None else found.version) != expected:
             raise Conflict(name)
+
+
+def empty_trash(folder: Path) -> None:
+    """Remove the files that a collection has moved out of the way in a store, or in the folder of a node."""
+    for path in sorted((folder / TRASH).glob("*")):
+        try:
+            remove_tree(path)
+        except ArtifactError as error:  # in a shared store, another user's private files
+            logger.warning("store: %s", error)
 
 
 def _replace(path: Path, raw: bytes) -> None:

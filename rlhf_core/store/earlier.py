@@ -13,7 +13,7 @@ from typing import Any
 from rlhf_core.store.bucket import BucketStore, Server
 from rlhf_core.store.disk import DiskStore
 from rlhf_core.store.fingerprint import FileEntry
-from rlhf_core.store.layout import mark_schema, object_of, read_json, remove_tree
+from rlhf_core.store.layout import mark_schema, move_aside, object_of, read_json, remove_tree
 from rlhf_core.store.protocol import DamagedTable, Gone, Table
 
 File = tuple[dict[str, Any], float]
@@ -27,9 +27,15 @@ class EarlierDiskStore(DiskStore):
 
     def read(self, name: str) -> Table | None:
         found = super().read(name)
-        if found is not None:
-            return found
-        return _table(name, self._file, lambda folder: [path.name for path in sorted((self.folder / folder).glob("*"))])
+        return found if found is not None else _table(name, self._file, self._children)
+
+    def set_table_aside(self, name: str) -> None:
+        super().set_table_aside(name)
+        try:
+            self.read(name)
+        except DamagedTable:
+            for path in _paths(name):
+                move_aside(self.folder / path, self.folder / "quarantine")
 
     def write(
         self, name: str, value: Mapping[str, Any], expected: str | None, *, refers: Collection[str] = ()
@@ -56,7 +62,12 @@ class EarlierDiskStore(DiskStore):
 
     def _file(self, path: str) -> File | None:
         content = read_json(self.folder / path)
+        if content is None and (self.folder / path).exists():
+            raise DamagedTable.of(_name(path), f"is not a JSON object ({self.folder / path})")
         return None if content is None else (content, (self.folder / path).stat().st_mtime)
+
+    def _children(self, folder: str) -> list[str]:
+        return [path.name for path in sorted((self.folder / folder).glob("*.json"))]
 
 
 class EarlierBucketStore(BucketStore):
@@ -136,7 +147,7 @@ class EarlierBucketStore(BucketStore):
         return found
 
     def _earlier_table(self, name: str) -> Table | None:
-        return _table(name, self._file, lambda folder: self._children(folder)) if self._earlier_times() else None
+        return _table(name, self._file, self._children) if self._earlier_times() else None
 
     def _earlier_names(self, prefix: str) -> set[str]:
         paths = [path.removeprefix("records/") for path in self._earlier_times() if path.startswith("records/")]

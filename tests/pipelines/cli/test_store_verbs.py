@@ -6,7 +6,7 @@ from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.fingerprint import sha256_text
 from rlhf_core.types import PolicyRef
 from tests.support.buckets import URI, Nodes
-from tests.support.records import commit_text, provenance, write_files
+from tests.support.records import commit, commit_text, provenance, write_files
 
 KEY = sha256_text("12")
 
@@ -27,7 +27,7 @@ def test_a_result_is_pushed_to_a_bucket_and_pulled_from_it(store, tmp_path, monk
     assert main(["store", "ls", *at]) == 0 and "sft" in capsys.readouterr().out
     other = ArtifactStore(nodes.folder / "other")
     out = write_files(other.layout.attempts / "out", {"a.txt": "21"})
-    other.commit(KEY, out, PolicyRef, children={}, record=provenance(label="sft"))
+    commit(other, KEY, out, PolicyRef, record=provenance(label="sft"))
     assert main(["store", "push", "sft", URI, "--store", str(other.root)]) == 0
     assert f"already, which is another, {ref.digest[:12]}, and stays" in capsys.readouterr().out
     assert main(["store", "share", "--group", "root", *at]) == 2
