@@ -551,16 +551,20 @@ class BucketStore:
             list(pool.map(get, files.items()))
 
     def _again(self, request: Callable[[], T]) -> T:
-        """Repeat a request that changes nothing, or may be carried out twice, while the server does not answer."""
-        deadline = time.monotonic() + PATIENCE_S
-        while True:
-            try:
-                return request()
-            except Unreachable as error:
-                if time.monotonic() > deadline:
-                    raise
-                logger.warning("%s; trying again", error)
-                time.sleep(RETRY_S)
+        return repeat(request, PATIENCE_S)
+
+
+def repeat(request: Callable[[], T], patience_s: float) -> T:
+    """Repeat a request that changes nothing, or may be carried out twice, while the server does not answer."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            return request()
+        except Unreachable as error:
+            if time.monotonic() > deadline:
+                raise
+            logger.warning("%s; trying again", error)
+            time.sleep(min(RETRY_S, patience_s))
 
 
 # ---------------------------------------------------------------- files of a checkpoint that another node has uploaded
