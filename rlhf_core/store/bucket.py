@@ -481,8 +481,10 @@ class BucketStore:
                 return there[1]
             if there is not None and expected is None and there[1].value == _REMOVED:
                 expected = there[1].version
-            elif (None if there is None else there[1].version) != expected:
+            elif (None if there is None else there[1].version) != expected or time.monotonic() > deadline:
                 raise Conflict(name)
+            else:  # another put is in progress
+                time.sleep(RETRY_S / 40)
 
     def _tables(self, prefix: str, damaged: list[DamagedTable] | None = None) -> Iterator[Table]:
         listed = list(self._again(lambda: list(self.server.list(prefix))))

@@ -14,7 +14,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -34,7 +34,7 @@ from rlhf_core.store.layout import (
 )
 
 if TYPE_CHECKING:
-    from rlhf_core.store.protocol import Store
+    from rlhf_core.store.protocol import Store, Table
 
 logger = logging.getLogger(__name__)
 
@@ -91,10 +91,14 @@ def rows(store: "Store", layout: StoreLayout) -> tuple[list[Row], list[Unreadabl
     entries: dict[str, list[Any]] = {}
     unreadable: list[Unreadable] = []
     aside: list[SetAside] = []
-    for name, version in store.versions("keys/").items():
+    versions = store.versions("keys/")
+    new = [name for name, version in versions.items() if name not in known or known[name][0] != version]
+    # In a bucket one listing costs less than a request for each name.
+    listed = {table.name: table for table in store.tables("keys/")} if new and not store.folder_is_shared else {}
+    for name, version in versions.items():
         entry = known.get(name)
         if entry is None or entry[0] != version:
-            fields = _read_record(store, name, unreadable, aside)
+            fields = _read_record(listed.get if listed else store.read, name, unreadable, aside)
             if fields is None:
                 continue
             entry = [version, fields]
@@ -156,13 +160,15 @@ def remembered_code() -> Iterator[None]:
 # ---------------------------------------------------------------- records
 
 
-def _read_record(store: "Store", name: str, unreadable: list[Unreadable], aside: list[SetAside]) -> list[Any] | None:
+def _read_record(
+    read: "Callable[[str], Table | None]", name: str, unreadable: list[Unreadable], aside: list[SetAside]
+) -> list[Any] | None:
     """The fields of a row after its key; None for a key without a readable record, which is not remembered."""
     from rlhf_core.store.protocol import Damaged  # imports pydantic, which is not needed while the index is current
     from rlhf_core.store.records import parse_record
 
     try:
-        table = store.read(name)
+        table = read(name)
     except Damaged as error:
         unreadable.append(Unreadable("", str(error)))
         return None
