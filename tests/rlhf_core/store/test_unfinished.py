@@ -1,16 +1,17 @@
+"""Another node resumes from the newest checkpoint that a node has left in a bucket."""
+
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlhf_core.store import attempts
+from rlhf_core.store import attempts, unfinished
 from rlhf_core.store.artifacts import ArtifactStore
-from rlhf_core.store.checkpoints import Checkpoints, damaged_archive
-from rlhf_core.store.places import mirror, unfinished
-from rlhf_core.store.places.buckets import BucketObjects
-from rlhf_core.store.places.unfinished import Keeper
-from tests.support.buckets import Nodes, mirror_in
+from rlhf_core.store.bucket_server import ObstoreServer
+from rlhf_core.store.leases import name_of
+from rlhf_core.store.protocol import Unreachable
+from tests.support.buckets import Nodes
 from tests.support.toy_stage import ToyConfig, run_toy, stage_key, toy_spec
 
 KEY = stage_key(toy_spec(ToyConfig(steps=4)))
@@ -18,16 +19,15 @@ KEY = stage_key(toy_spec(ToyConfig(steps=4)))
 
 @pytest.fixture
 def nodes(tmp_path, monkeypatch):
-    monkeypatch.setattr(mirror, "FRESH_SECONDS", 0.0)
     return Nodes(tmp_path, monkeypatch)
 
 
-def _toy(store: ArtifactStore, trouble: str = "") -> Any:
-    return run_toy(store, toy_spec(ToyConfig(steps=4, trouble=trouble)))
+def _toy(store: ArtifactStore, trouble: str = "", seconds_a_step: float = 0.0) -> Any:
+    return run_toy(store, toy_spec(ToyConfig(steps=4, trouble=trouble, seconds_a_step=seconds_a_step)))
 
 
-def _files(nodes: Nodes) -> set[str]:
-    return {name for name, _, _ in BucketObjects(nodes.bucket).listed("work/")}
+def _files(nodes: Nodes) -> list[str]:
+    return nodes.client.names("v2/work/")
 
 
 def test_another_node_resumes_from_the_newest_checkpoint(nodes, store):
@@ -38,73 +38,58 @@ def test_another_node_resumes_from_the_newest_checkpoint(nodes, store):
     ref, decision = _toy(ben)
     assert (decision.action, decision.step) == ("RESUME", 2) and ref == whole
     record = ben.record(KEY)
-    assert record is not None and (record.attempts, record.resumed_from) == (2, 2)
-    lines = attempts.metrics(ben.layout.attempt(KEY)).read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4], "with what the other has recorded"
-    assert _files(nodes) == set() and mirror_in(ben).unfinished.get(f"{KEY}.json") is None
+    assert (record.attempts, record.resumed_from) == (2, 2)
+    lines = attempts.metrics(ben.attempts(KEY)).read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4], "with the metrics of the other node"
+    assert _files(nodes) == [] and "work" not in ben.shared.read(name_of(KEY)).value
 
 
-def test_checkpoints_are_uploaded_while_the_stage_runs_and_the_last_one_alone_stays(nodes, monkeypatch, tmp_path):
+def test_checkpoints_are_uploaded_while_the_stage_runs_and_only_the_last_one_stays(nodes, monkeypatch):
     monkeypatch.setattr(unfinished, "LOOK_SECONDS", 0.01)
-    ada, seen = nodes.store("ada"), []
-    look = Keeper.look
+    seen: list[str] = []
+    look = unfinished._Keeper.look
 
-    def counted(keeper: Keeper) -> bool:
-        done = look(keeper)
+    def note(keeper: unfinished._Keeper) -> None:
+        look(keeper)
         if keeper._uploaded and keeper._uploaded not in seen:
             seen.append(keeper._uploaded)
-        return done
 
-    monkeypatch.setattr(Keeper, "look", counted)
+    monkeypatch.setattr(unfinished._Keeper, "look", note)
+    ada = nodes.store("ada")
     with pytest.raises(ValueError, match="the end went wrong"):
-        run_toy(ada, toy_spec(ToyConfig(steps=4, trouble="raise:end", seconds_a_step=0.1)))
+        _toy(ada, "raise:end", seconds_a_step=0.1)
     assert len(seen) >= 2 and seen[-1].startswith("step-0000000004")
-    found = mirror_in(ada).unfinished.get(f"{KEY}.json")
-    assert found is not None and {Path(name).parts[1] for name in found.value["files"] if name.startswith("ckpt/")} == {
-        seen[-1]
-    }
-    assert _files(nodes) == {f"work/{KEY}/{digest}" for digest in found.value["files"].values()}
-    assert not list((ada.root / "cache").glob("*.keep"))
+    files = ada.shared.read(name_of(KEY)).value["work"]["files"]
+    assert {Path(name).parts[1] for name in files if name.startswith("ckpt/")} == {seen[-1]}
+    assert _files(nodes) == sorted({f"v2/work/{KEY}/{owner}/{sha}" for owner, sha, _ in files.values()})
 
 
-def _attempt(store: ArtifactStore, number: int, step: int) -> Keeper:
-    """Return the keeper of an attempt that has a checkpoint."""
-    work = store.layout.attempt(KEY) / f"work-{number}"
-    work.mkdir(parents=True, exist_ok=True)
-    saved = Checkpoints(work / "ckpt")
-    with saved.saving(step, {"n": number}) as folder:
-        (folder / "weights").write_text(f"{number} {step}")
-    saved.settle()
-    return Keeper(mirror_in(store), KEY, number, work)
-
-
-def test_work_of_a_later_attempt_is_never_replaced_nor_are_a_nodes_own_later_files(nodes):
-    ada, ben, cyd = (nodes.store(name) for name in ("ada", "ben", "cyd"))
-    late, ours = _attempt(ada, 1, 7), _attempt(ben, 2, 5)
-    assert late.look() and ours.look() and late.look(), "nothing new of the first"
-    assert not _attempt(ada, 1, 8).look(), "the second has left its own"
-    for store, works in ((ada, {"work-1", "work-2"}), (cyd, {"work-2"})):
-        unfinished.bring(mirror_in(store), KEY)
-        assert {path.name for path in store.layout.attempt(KEY).glob("*")} == works
-        found = Checkpoints(attempts.checkpoints(store.layout.attempt(KEY))).to_resume(damaged_archive)
-        assert found is not None and (found.path / "weights").read_text() == "2 5"
-
-
-def test_work_that_is_not_what_was_uploaded_is_left_alone(nodes, caplog):
-    assert _attempt(nodes.store("ada"), 1, 7).look()
-    for name in _files(nodes):
-        nodes.bucket.client.put(name, b"{}")
-    ben = nodes.store("ben")
-    unfinished.bring(mirror_in(ben), KEY)
-    assert "on another node, cannot be used" in caplog.text and not list(ben.layout.attempt(KEY).glob("*"))
+def test_a_node_that_lost_its_lease_publishes_no_checkpoint(nodes):
+    ada, ben = nodes.store("ada"), nodes.store("ben")
+    with ada.lease(KEY) as lease:
+        table = ben.shared.read(name_of(KEY))
+        ben.shared.write(table.name, {"lease": table.value["lease"] | {"token": "thief"}}, table.version)
+        work = ada.layout.attempt(KEY) / "work-1"
+        checkpoint = work / "ckpt" / "step-1"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "weights").write_text("late")
+        keeper = unfinished._Keeper(lease, 1, work)
+        keeper.look()
+        assert keeper.stop.is_set() and "work" not in ben.shared.read(name_of(KEY)).value
 
 
 def test_a_bucket_that_is_away_costs_the_copy_and_not_the_stage(nodes, monkeypatch, caplog):
-    def away(*_: Any) -> None:
-        raise OSError("no route to host")
+    upload = ObstoreServer.upload
 
-    ada = nodes.store("ada")
-    monkeypatch.setattr(unfinished.Keeper, "_upload", away)
+    def away(server: ObstoreServer, name: str, path: Path) -> None:
+        if name.startswith("work/"):
+            raise Unreachable("store", server.uri, "no route to host", "check the network")
+        upload(server, name, path)
+
+    monkeypatch.setattr(ObstoreServer, "upload", away)
+    monkeypatch.setattr("rlhf_core.store.bucket.PATIENCE_S", 0.0)
+    monkeypatch.setattr("rlhf_core.store.bucket.RETRY_S", 0.01)
     monkeypatch.setattr(unfinished, "LOOK_SECONDS", 0.01)
-    ref, _ = run_toy(ada, toy_spec(ToyConfig(steps=4, seconds_a_step=0.05)))
+    ada = nodes.store("ada")
+    ref, _ = _toy(ada, seconds_a_step=0.05)
     assert ada.holds(ref) and "could not upload a checkpoint" in caplog.text
