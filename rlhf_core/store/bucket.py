@@ -298,8 +298,7 @@ class BucketStore:
         }
         new = {folder / path: sha for path, sha in digests.items() if sha not in there}
         self._upload(f"work/{key}/{token}/", new)
-        apart = {path: [owner, sha, size] for path, (size, sha, owner) in parts_elsewhere(folder).items()}
-        return {"token": token, "files": files, "apart": apart}
+        return {"token": token, "files": files}
 
     def load_work(self, key: str, work: Mapping[str, Any]) -> Path:
         """Files that ranks on other nodes have uploaded (`apart`) stay in the bucket until a rank needs them."""

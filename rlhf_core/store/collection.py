@@ -104,6 +104,8 @@ def collect(store: Store, *, keep_days: float = KEEP_DAYS, dry_run: bool = False
     objects stay. With a `project`, records of other projects are roots; attempts and quarantine stay, which have no project.
     """
     check_days(keep_days)
+    if store.folder_is_shared and not store.folder.is_dir():
+        return GcReport((), dry_run)
     with nullcontext(store.folder_is_shared) if dry_run else store.alone() as at_once:
         now = time.time() if dry_run and at_once else store.now()
         damaged: list[DamagedTable] = []

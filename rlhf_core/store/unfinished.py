@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from rlhf_core.store.bucket import parts_elsewhere
 from rlhf_core.store.fingerprint import list_files
 from rlhf_core.store.layout import CHECKPOINTS, fsync_tree, make_folder, remove_tree, write_json
 from rlhf_core.store.leases import Lease, Lost
@@ -94,7 +95,9 @@ class _Keeper:
         remove_tree(links)
         try:
             self._link(newest, links)
-            self.lease.save_work(links, attempt=self.number)
+            # Also those of older checkpoints that are kept, which would be deleted otherwise.
+            apart = {path: [owner, sha, size] for path, (size, sha, owner) in parts_elsewhere(self.work).items()}
+            self.lease.save_work(links, attempt=self.number, apart=apart)
             self._uploaded = newest
         except FileNotFoundError:  # removed meanwhile, because a newer one is complete: the next look finds that
             return
