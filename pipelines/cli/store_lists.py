@@ -18,11 +18,10 @@ from pipelines.execution.key_metric import key_metric
 from pipelines.services.home import Home
 from pipelines.services.run_notes import run_records
 from rlhf_core.store import index
-from rlhf_core.store.bucket import BucketStore
-from rlhf_core.store.disk import DiskStore
 from rlhf_core.store.index import SetAside
 from rlhf_core.store.layout import StoreLayout, check_schema
 from rlhf_core.store.opening import open_store
+from rlhf_core.store.protocol import Store
 
 LONGEST_NAME, LONGEST_RESULT = 40, 60
 MOST_ASIDE = 10
@@ -132,7 +131,7 @@ def print_columns(heading: Sequence[str], rows: Sequence[Sequence[str]], console
     console.file.write("".join(f"{plain(line, also='')}\n" for line in columns(heading, rows)))
 
 
-def is_empty(store: DiskStore | BucketStore, console: Console) -> bool:
+def is_empty(store: Store, console: Console) -> bool:
     """True if the store is empty; if so, print it."""
     if store.versions("keys/") or any(True for _ in store.objects(but=())) or (store.folder / "attempts").is_dir():
         return False
@@ -141,7 +140,7 @@ def is_empty(store: DiskStore | BucketStore, console: Console) -> bool:
     return True
 
 
-def _opened(options: argparse.Namespace) -> DiskStore | BucketStore:
+def _opened(options: argparse.Namespace) -> Store:
     """The store that the options name."""
     root = Path(store_folder(options)).absolute()
     check_schema(root)

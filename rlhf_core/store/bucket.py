@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from rlhf_core.processes.identity import here
+from rlhf_core.store.checkpoint_parts import Parts
 from rlhf_core.store.fingerprint import FileEntry, hash_file, list_files, sha256_text, tree_digest
 from rlhf_core.store.layout import (
     MANIFEST,
@@ -70,10 +71,6 @@ _REMOVED = {"removed": True}
 """A removed table. Servers cannot delete on a condition, so this value takes its place."""
 _NO_OBJECT: dict[str, Any] = {"live": "", "pending": [], "aside": [], "condemned": False}
 """The table of an object that is not in the store."""
-Parts = Mapping[str, tuple[int, str, str]]
-"""Path inside a folder -> size, SHA-256 and owner of a file of unfinished work in the bucket."""
-NOTE = "elsewhere_"
-"""Beginning of the name of a note in a checkpoint: the files of it that a rank on another node has uploaded."""
 
 
 class Server(Protocol):
@@ -566,24 +563,6 @@ def repeat(request: Callable[[], T], patience_s: float) -> T:
                 raise
             logger.warning("%s; trying again", error)
             time.sleep(min(RETRY_S, patience_s))
-
-
-# ---------------------------------------------------------------- files of a checkpoint that another node has uploaded
-
-
-def note_elsewhere(folder: Path, rank: int, files: Parts) -> None:
-    """Write a note into a folder: these files of it were uploaded by a rank on another node."""
-    write_json(folder / f"{NOTE}{rank:05d}.json", {"files": {name: list(entry) for name, entry in files.items()}})
-
-
-def parts_elsewhere(folder: Path) -> dict[str, tuple[int, str, str]]:
-    """The files below `folder` that its notes name."""
-    found: dict[str, tuple[int, str, str]] = {}
-    for note in folder.rglob(f"{NOTE}*.json"):
-        table: Mapping[str, tuple[int, str, str]] = json.loads(note.read_text(encoding="utf-8"))["files"]
-        for name, (size, sha, owner) in table.items():
-            found[(note.parent / name).relative_to(folder).as_posix()] = (size, sha, owner)
-    return found
 
 
 # ---------------------------------------------------------------- private

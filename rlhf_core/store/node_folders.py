@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from rlhf_core.store.bucket import NOTE, BucketStore, Parts, parts_elsewhere
+from rlhf_core.store.bucket import BucketStore
+from rlhf_core.store.checkpoint_parts import NOTE, Parts, parts_elsewhere
 from rlhf_core.store.fingerprint import list_files
 from rlhf_core.store.layout import MARKER, read_json, remove_tree, sweep_temporaries, temporary_for
 from rlhf_core.store.opening import bucket_of, open_store, store_root

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rlhf_core.store.bucket import parts_elsewhere
+from rlhf_core.store.checkpoint_parts import parts_elsewhere
 from rlhf_core.store.fingerprint import list_files
 from rlhf_core.store.layout import CHECKPOINTS, fsync_tree, make_folder, remove_tree, write_json
 from rlhf_core.store.leases import Lease, Lost

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.store.artifacts import ArtifactStore
-from rlhf_core.store.bucket import note_elsewhere, parts_elsewhere
+from rlhf_core.store.checkpoint_parts import note_elsewhere, parts_elsewhere
 from rlhf_core.store.checkpoints import Checkpoints, write_part
 from rlhf_core.store.leases import name_of
 from rlhf_core.store.node_folders import NodeFolder, named
