@@ -88,7 +88,8 @@ def wrong_ends(setup: Setup, ends: list[processes.End], first: int, second: int)
 def wrong_words(ends: Sequence[processes.End], first: str, second: str) -> list[str]:
     """Return what is wrong with how two runs ended that said `first` and `second` (`Class: message`) at last."""
     wrong = [] if ends[1] == "completed" else [f"the second run {ends[1]}: {second}"]
-    clear = first.startswith("ArtifactError: lease ") and SENTENCE in first and first.endswith("; run again")
+    kind = first.partition(": lease ")[0]
+    clear = kind in ("Lost", "ArtifactError") and SENTENCE in first and first.endswith("; run again")
     if ends[0] != "completed" and not (ends[0] == "failed" and clear):
         wrong.append(f"the woken run {ends[0]}: {first}")
     return wrong
