@@ -231,7 +231,12 @@ class ArtifactStore:
     # ------------------------------------------------------------ writing
 
     @contextmanager
-    def lease(self, key: str, *, on_wait: Callable[[Owner], None] | None = None) -> Iterator[Lease]:
+    def lease(
+        self,
+        key: str,
+        *,
+        on_wait: Callable[[Owner], None] | None = None,
+    ) -> Iterator[Lease]:
         """Hold the lease on computing `key`; see `rlhf_core.store.leases.hold`."""
         self.create()
         with hold(self.shared, key, on_wait=on_wait) as lease:

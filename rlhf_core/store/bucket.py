@@ -45,7 +45,7 @@ from rlhf_core.store.protocol import (
     Files,
     Gone,
     StoredObject,
-    Table,
+    StoredTable,
     Unreachable,
     pack,
     unpack,
@@ -73,7 +73,7 @@ _NO_OBJECT: dict[str, Any] = {"live": "", "pending": [], "aside": [], "condemned
 """The table of an object that is not in the store."""
 
 
-class Server(Protocol):
+class ObjectServer(Protocol):
     """The requests that a store needs. Each may raise Unreachable, also after it was carried out."""
 
     def get(self, name: str) -> tuple[bytes, str, float]:
@@ -104,10 +104,10 @@ class BucketStore:
     grace_s = GRACE_S
     folder_is_shared = False
 
-    def __init__(self, server: Server, cache: Path, uri: str = "") -> None:
+    def __init__(self, server: ObjectServer, cache: Path, uri: str = "") -> None:
         self.server, self.folder, self.uri = server, Path(cache).absolute(), uri
         self._copies = NodeCache(self.folder)
-        self._listed: dict[str, Table] = {}
+        self._listed: dict[str, StoredTable] = {}
         """Tables by full name as last listed, read or written."""
         self._listed_at = -RECENT_S
         self._snapshots = 0
@@ -115,14 +115,17 @@ class BucketStore:
 
     # ---------------------------------------------------------------- tables
 
-    def read(self, name: str) -> Table | None:
+    def read(self, name: str) -> StoredTable | None:
+        """One GET."""
         return self._read(f"tables/{name}")
 
-    def recent(self, name: str) -> Table | None:
+    def recent(self, name: str) -> StoredTable | None:
+        """No request while a listing is recent, except for a table that it lacks."""
         return self._recent(f"tables/{name}")
 
     @contextmanager
     def snapshot(self, *, within_s: float = FRESH_S) -> Iterator[None]:
+        """Two LISTs, unless the last ones are recent, and a GET for each table that this node does not have."""
         with self._threads:
             if not self._snapshots and time.monotonic() - self._listed_at > within_s:
                 self._listed = {}
@@ -137,20 +140,32 @@ class BucketStore:
                 self._snapshots -= 1
 
     def write(
-        self, name: str, value: Mapping[str, Any], expected: str | None, *, refers: Collection[str] = ()
-    ) -> Table:
+        self,
+        name: str,
+        value: Mapping[str, Any],
+        expected: str | None,
+        *,
+        refers: Collection[str] = (),
+    ) -> StoredTable:
+        """One PUT, and a GET of the table of each object that the write refers to.
+
+        The look at the object comes after the write: a collection that did not see the write has marked the object before.
+        """
         written = self._write(f"tables/{name}", value, expected)
         for digest in refers:  # after the write: a collection that did not see it has marked the object before
             self._keep(digest)
         return written
 
     def remove(self, name: str, expected: str) -> None:
+        """One PUT of a value that stands for no table."""
         self._write(f"tables/{name}", _REMOVED, expected)
 
-    def tables(self, prefix: str, *, damaged: list[DamagedTable] | None = None) -> Iterator[Table]:
+    def tables(self, prefix: str, *, damaged: list[DamagedTable] | None = None) -> Iterator[StoredTable]:
+        """One LIST for 1,000 tables, and a GET for each that this node has not read at its present version."""
         yield from (table for table in self._tables(f"tables/{prefix}", damaged) if table.value != _REMOVED)
 
     def set_table_aside(self, name: str) -> None:
+        """Copy the damaged bytes to `quarantine/`, and let the name be free."""
         raw, version, _ = self._again(lambda: self.server.get(f"tables/{name}"))
         if unpack(raw) is None:
             self.server.put(f"quarantine/{name}.{secrets.token_hex(4)}", raw, None)
@@ -162,6 +177,10 @@ class BucketStore:
         return {name.removeprefix("tables/"): version for name, version, *_ in listed}
 
     def now(self, *, exact: bool = True) -> float:
+        """One PUT and one HEAD, or a file of this node if the time need not be exact.
+
+        The time since boot also advances while the machine is suspended, and nobody can set it.
+        """
         note, since_boot = self.folder / "cache" / "clock.json", time.clock_gettime(time.CLOCK_BOOTTIME)
         known = None if exact else read_json(note)
         if known is not None and known["boot"] == here()[1] and 0 <= since_boot - known["at"] < CLOCK_S:
@@ -174,6 +193,10 @@ class BucketStore:
     # ---------------------------------------------------------------- objects
 
     def add(self, digest: str, folder: Path, files: Files) -> None:
+        """Upload the files under a new generation, and let it be the live one.
+
+        An object that is already stored costs one GET. The mark of a collection is cleared, so the object outlives it.
+        """
         name, mine = f"objects/{digest}", ""
         listed = {path: [entry.size, entry.sha256] for path, entry in files.items()}
         while True:
@@ -205,6 +228,7 @@ class BucketStore:
         self._copies.evict()
 
     def fetch(self, digest: str) -> Path:
+        """The copy in this node's cache, downloaded if it is missing or damaged. Other processes of the node wait meanwhile."""
         copy = self._copies.object(digest)
         with self._copies.filling(copy):
             damage = object_damage(copy, deep=False) if copy.exists() else "is missing"
@@ -216,6 +240,7 @@ class BucketStore:
             return self._download_object(digest, copy)
 
     def _download_object(self, digest: str, copy: Path) -> Path:
+        """Download an object into the cache, at most three times if a collection interferes."""
         make_folder(copy.parent)
         part = copy.with_name(f".{digest}.{secrets.token_hex(4)}")
         for _ in range(TRIES):
@@ -235,10 +260,12 @@ class BucketStore:
         raise Gone("artifact", digest[:12], f"has no files in {self.uri}", "run `rlhf store verify`")
 
     def has(self, digest: str) -> bool:
+        """One GET."""
         found = self._read(f"objects/{digest}")
         return found is not None and bool(found.value["live"])
 
     def problem(self, digest: str, *, deep: bool = False) -> str:
+        """Without `deep` the table of the object says whether it is there. A deep check downloads all files."""
         found = self._read(f"objects/{digest}") if deep else self._recent(f"objects/{digest}")
         if found is None or not found.value["live"]:
             return f"is not in {self.uri}"
@@ -258,18 +285,21 @@ class BucketStore:
         return ""
 
     def set_aside(self, digest: str) -> None:
+        """Make the live generation unreadable under the digest, without deleting a file."""
         found = self._read(f"objects/{digest}")
         if found is not None and found.value["live"]:
             aside = [*found.value.get("aside", ()), found.value["live"]]
             self._write(found.name, found.value | {"live": "", "aside": aside}, found.version)
 
     def restore(self, digest: str) -> None:
+        """Make the generation live again that was set aside last."""
         found = self._read(f"objects/{digest}")
         if found is not None and not found.value["live"] and found.value.get("aside"):
             *aside, live = found.value["aside"]
             self._write(found.name, found.value | {"live": live, "aside": aside}, found.version)
 
-    def _live(self, digest: str) -> Table:
+    def _live(self, digest: str) -> StoredTable:
+        """The table of a stored object. Raises Gone if it has no live generation."""
         found = self._read(f"objects/{digest}")
         if found is None or not found.value["live"]:
             raise Gone("artifact", digest[:12], f"is not in {self.uri}", "run again to make it again")
@@ -286,7 +316,14 @@ class BucketStore:
 
     # ---------------------------------------------------------------- unfinished work
 
-    def save_work(self, key: str, token: str, folder: Path, last: Mapping[str, Any]) -> dict[str, Any]:
+    def save_work(
+        self,
+        key: str,
+        token: str,
+        folder: Path,
+        last: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        """Upload the files whose content the last checkpoint did not have."""
         there = {entry[1]: entry for entry in last.get("files", {}).values()}
         digests = {path: hash_file(folder / path) for path in list_files(folder)}
         files = {
@@ -308,7 +345,13 @@ class BucketStore:
         self.receive(part, key, files)
         return _settle(part, folder)
 
-    def drop_work(self, key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    def drop_work(
+        self,
+        key: str,
+        before: Mapping[str, Any],
+        now: Mapping[str, Any],
+    ) -> None:
+        """Delete by the names of owner and content, which a later checkpoint never has again."""
         old, new = (_work_names(one) for one in (before, now))
         self._delete([f"work/{key}/{owner}/{sha}" for owner, sha in sorted(old - new)])
 
@@ -355,6 +398,7 @@ class BucketStore:
         yield False
 
     def objects(self, but: Collection[str]) -> Iterator[StoredObject]:
+        """All objects with files, also files that were set aside or whose upload was cut off."""
         for table in self._tables("objects/"):
             digest, state = table.name.partition("/")[2], table.value
             if digest not in but and _generations(state):
@@ -362,15 +406,18 @@ class BucketStore:
                 yield StoredObject(digest, table.version, table.written, state["condemned"], size)
 
     def condemn(self, one: StoredObject) -> bool:
+        """Mark the version that was listed, and no other."""
         return self._mark(one, lambda state: state | {"condemned": True}) is not None
 
     def delete(self, one: StoredObject) -> bool:
+        """Remove the table of an object first, and then the files of the generations that it named."""
         before = self._mark(one, lambda state: _NO_OBJECT)
         for generation in [] if before is None else _generations(before):
             self._delete(self._names(f"data/{one.digest}-{generation}/"))
         return before is not None
 
     def _mark(self, one: StoredObject, edit: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any] | None:
+        """Change the table of an object if it is at the listed version; its value before, or None."""
         found = self._read(f"objects/{one.digest}")
         if found is None or found.version != one.version:
             return None
@@ -398,17 +445,20 @@ class BucketStore:
         return len(dead)
 
     def _groups(self, prefix: str) -> dict[str, list[str]]:
+        """Names of files by the folder that they lie in."""
         found: dict[str, list[str]] = {}
         for name in self._names(prefix):
             found.setdefault(name.rpartition("/")[0].removeprefix(prefix), []).append(name)
         return found
 
     def _is_generation(self, group: str) -> bool:
+        """True if the table of the object names this generation now."""
         digest, _, generation = group.partition("-")
         found = self._read(f"objects/{digest}")
         return found is not None and generation in _generations(found.value)
 
     def _is_work(self, group: str) -> bool:
+        """True if the table of the key names this owner now, as its lease or in its checkpoint."""
         key, _, owner = group.partition("/")
         found = self.read(f"keys/{key}")
         value = {} if found is None else found.value
@@ -417,7 +467,8 @@ class BucketStore:
 
     # ---------------------------------------------------------------- requests
 
-    def _recent(self, name: str) -> Table | None:
+    def _recent(self, name: str) -> StoredTable | None:
+        """A table from the last listing, or else from the server."""
         with self._threads:
             known, is_open = self._listed.get(name), bool(self._snapshots)
             is_recent = is_open or time.monotonic() - self._listed_at < RECENT_S
@@ -425,13 +476,15 @@ class BucketStore:
             return self._read(name)
         return None if known is None or known.value == _REMOVED else known
 
-    def _read(self, name: str) -> Table | None:
+    def _read(self, name: str) -> StoredTable | None:
+        """The table of this name now; None if there is none, or a removed one."""
         found = self._get(name)
         table = None if found is None or found[1].value == _REMOVED else found[1]
         self._note(name, table)
         return table
 
-    def _note(self, name: str, table: Table | None) -> None:
+    def _note(self, name: str, table: StoredTable | None) -> None:
+        """Let the last listing have this table."""
         with self._threads:
             if table is None:
                 self._listed.pop(name, None)
@@ -441,7 +494,7 @@ class BucketStore:
     def _full(self, prefix: str, name: str) -> str:
         return name if prefix == "objects/" else f"{prefix}{name}"
 
-    def _get(self, name: str) -> tuple[bytes, Table] | None:
+    def _get(self, name: str) -> tuple[bytes, StoredTable] | None:
         """The bytes and the table of this name. Raises Damaged if they do not arrive as they were written."""
         for _ in range(TRIES):
             try:
@@ -450,18 +503,19 @@ class BucketStore:
                 return None
             value = unpack(raw)
             if value is not None:
-                return raw, Table(name.removeprefix("tables/"), value, version, written)
+                return raw, StoredTable(name.removeprefix("tables/"), value, version, written)
         rule = "does not arrive with the checksum that it was written with"
         raise DamagedTable.of(name.removeprefix("tables/"), rule)
 
-    def _write(self, name: str, value: Mapping[str, Any], expected: str | None) -> Table:
+    def _write(self, name: str, value: Mapping[str, Any], expected: str | None) -> StoredTable:
+        """Put a table on a condition. A put whose response was lost is recognized by the random member of its bytes."""
         raw = pack(value)
         deadline = time.monotonic() + PATIENCE_S
         while True:
             try:
                 version = self.server.put(name, raw, expected)
                 # Its time is that of the server, which the response lacks: just now.
-                table = Table(name.removeprefix("tables/"), dict(value), version, math.inf)
+                table = StoredTable(name.removeprefix("tables/"), dict(value), version, math.inf)
                 self._note(name, None if table.value == _REMOVED else table)
                 return table
             except Unreachable:
@@ -482,10 +536,11 @@ class BucketStore:
             else:  # another put is in progress
                 time.sleep(RETRY_S / 40)
 
-    def _tables(self, prefix: str, damaged: list[DamagedTable] | None = None) -> Iterator[Table]:
+    def _tables(self, prefix: str, damaged: list[DamagedTable] | None = None) -> Iterator[StoredTable]:
+        """The listed tables, read by several threads where this node does not have them."""
         listed = list(self._again(lambda: list(self.server.list(prefix))))
 
-        def get(one: tuple[str, str, float, int]) -> Table | None:
+        def get(one: tuple[str, str, float, int]) -> StoredTable | None:
             try:
                 return self._cached(*one[:3])
             except DamagedTable as error:
@@ -497,14 +552,14 @@ class BucketStore:
         with ThreadPoolExecutor(THREADS) as pool:
             yield from (table for table in pool.map(get, listed) if table is not None)
 
-    def _cached(self, name: str, version: str, written: float) -> Table | None:
+    def _cached(self, name: str, version: str, written: float) -> StoredTable | None:
         """The table at a listed version, from the cache of this node if that holds exactly these bytes."""
         path = self.folder / "cache" / f"{sha256_text(name)[:32]}.table"
         with suppress(FileNotFoundError):
             noted, _, raw = path.read_bytes().partition(b"\n")
             value = unpack(raw) if noted.decode("utf-8", "replace") == version else None
             if value is not None:
-                return Table(name.removeprefix("tables/"), value, version, written)
+                return StoredTable(name.removeprefix("tables/"), value, version, written)
         found = self._get(name)
         if found is None:
             return None
@@ -515,13 +570,16 @@ class BucketStore:
         return found[1]
 
     def _delete(self, names: Collection[str]) -> None:
+        """Delete files, with several threads."""
         with ThreadPoolExecutor(THREADS) as pool:
             list(pool.map(lambda name: self._again(lambda: self.server.delete(name)), names))
 
     def _names(self, prefix: str) -> list[str]:
+        """All names below a prefix."""
         return [name for name, *_ in self._again(lambda: list(self.server.list(prefix)))]
 
     def _upload(self, prefix: str, files: Mapping[Path, str]) -> None:
+        """Upload files by their content, with several threads."""
         by_content = {sha: path for path, sha in files.items()}  # equal files of a folder once
 
         def put(content: tuple[str, Path]) -> None:
@@ -530,7 +588,9 @@ class BucketStore:
         with ThreadPoolExecutor(THREADS) as pool:
             list(pool.map(put, by_content.items()))
 
-    def _download(self, files: Mapping[str, tuple[str, FileEntry]], part: Path, server: Server | None = None) -> None:
+    def _download(
+        self, files: Mapping[str, tuple[str, FileEntry]], part: Path, server: ObjectServer | None = None
+    ) -> None:
         """Write files, given as prefix and content, into the folder `part`. Raises Damaged or FileNotFoundError."""
         source = server or self.server
 
@@ -549,6 +609,7 @@ class BucketStore:
             list(pool.map(get, files.items()))
 
     def _again(self, request: Callable[[], T]) -> T:
+        """Repeat a request for as long as a stage can wait for the bucket."""
         return repeat(request, PATIENCE_S)
 
 
@@ -580,6 +641,7 @@ def _generations(state: Mapping[str, Any]) -> list[str]:
 
 
 def _write_manifest(folder: Path, files: Files) -> None:
+    """Write the list of files that an object on a disk has."""
     listed = {path: {"size": one.size, "sha256": one.sha256} for path, one in files.items()}
     write_json(folder / MANIFEST, {"schema": 1, "files": listed})
 

@@ -28,7 +28,7 @@ PROBES = (
 )
 
 
-class Refused(ArtifactError):
+class RequestRefused(ArtifactError):
     """The server does not let this user do it; the same request would fail again."""
 
 
@@ -39,16 +39,19 @@ class ObstoreServer:
         self.uri, self._client, self._prefix = uri, open_bucket(uri), prefix
 
     def get(self, name: str) -> tuple[bytes, str, float]:
+        """GET."""
         with self._answering():
             got = self._client.get(self._prefix + name)
             return bytes(got.bytes()), _version(got.meta), got.meta["last_modified"].timestamp()
 
     def put(self, name: str, content: bytes, expected: str | None) -> str:
+        """PUT with If-None-Match or If-Match, or the condition of the provider."""
         with self._answering(name, is_new=expected is None):
             mode: Any = "create" if expected is None else json.loads(expected)
             return _version(self._client.put(self._prefix + name, content, mode=mode, use_multipart=False))
 
     def list(self, prefix: str) -> Iterator[tuple[str, str, float, int]]:
+        """LIST, 1,000 names at a time."""
         with self._answering():
             for some in self._client.list(self._prefix + prefix, chunk_size=1000):
                 for one in some:
@@ -56,6 +59,7 @@ class ObstoreServer:
                     yield name, _version(one), one["last_modified"].timestamp(), int(one["size"])
 
     def upload(self, name: str, path: Path) -> None:
+        """PUT of a file, in parts if it is large, and a HEAD that compares the size."""
         size, name = path.stat().st_size, self._prefix + name
         large = size > _LARGE
         with _ONE_LARGE if large else nullcontext(), self._answering():
@@ -65,11 +69,13 @@ class ObstoreServer:
                 raise Unreachable(explain("store", name, f"does not have {size} bytes after its upload", "try again"))
 
     def download(self, name: str, path: Path) -> None:
+        """GET into a file, in chunks."""
         with self._answering(), path.open("wb") as out:
             for chunk in self._client.get(self._prefix + name).stream(min_chunk_size=8 << 20):
                 out.write(chunk)
 
     def delete(self, name: str) -> None:
+        """DELETE."""
         with self._answering():
             try:
                 self._client.delete(self._prefix + name)
@@ -77,12 +83,14 @@ class ObstoreServer:
                 return
 
     def touch(self, name: str) -> float:
+        """PUT and HEAD."""
         with self._answering():
             self._client.put(self._prefix + name, b"")
             return float(self._client.head(self._prefix + name)["last_modified"].timestamp())
 
     @contextmanager
     def _answering(self, conditional: str = "", *, is_new: bool = False) -> Iterator[None]:
+        """Turn errors of the client into Conflict, Refused or Unreachable."""
         from obstore.exceptions import (
             AlreadyExistsError,
             BaseError,
@@ -98,7 +106,7 @@ class ObstoreServer:
         except FileNotFoundError:
             if is_new:  # a new object needs its bucket alone
                 rule, remedy = "there is no such bucket", "create it, or name another one"
-                raise Refused(explain("store", shown(self.uri), rule, remedy)) from None
+                raise RequestRefused(explain("store", shown(self.uri), rule, remedy)) from None
             if conditional:
                 raise Conflict(conditional) from None
             raise
@@ -106,7 +114,7 @@ class ObstoreServer:
             said = " ".join(str(error).split())[:300]
             if isinstance(error, (PermissionDeniedError, UnauthenticatedError)):
                 rule, remedy = f"refused the request ({said})", "check the credentials and their permissions"
-                raise Refused(explain("store", shown(self.uri), rule, remedy)) from error
+                raise RequestRefused(explain("store", shown(self.uri), rule, remedy)) from error
             rule, remedy = f"did not answer ({said})", "check address, credentials and network"
             raise Unreachable(explain("store", shown(self.uri), rule, remedy)) from error
 
@@ -137,6 +145,7 @@ def probe(uri: str) -> None:
 
 
 def _failed_probe(server: ObstoreServer, name: str) -> str:
+    """Try four conditional puts; the first promise that the server does not keep, or ""."""
     first = server.put(name, pack({"n": 1}), None)
     if _is_done(server, name, 2, None):
         return PROBES[0]
@@ -148,6 +157,7 @@ def _failed_probe(server: ObstoreServer, name: str) -> str:
 
 
 def _is_done(server: ObstoreServer, name: str, number: int, expected: str | None) -> bool:
+    """True if the server carries out a put on this condition."""
     try:
         server.put(name, pack({"n": number}), expected)
     except Conflict:

@@ -18,7 +18,7 @@ from rlhf_core.store.attempts import AttemptFolder, checkpoints, is_resumable
 from rlhf_core.store.disk import TRASH, empty_trash
 from rlhf_core.store.layout import folder_bytes, move_aside, walk
 from rlhf_core.store.leases import living_owner, name_of, owner_in
-from rlhf_core.store.protocol import Conflict, DamagedTable, Gone, Store, Table, discard, update
+from rlhf_core.store.protocol import Conflict, DamagedTable, Gone, Store, StoredTable, discard, update
 from rlhf_core.store.roots import Root, roots_of
 
 DAY_S = 86_400.0
@@ -53,6 +53,7 @@ class _Removed(Exception):
 
 
 def _used(value: dict[str, Any]) -> dict[str, Any]:
+    """Write the table unchanged, which makes it young. Raises _Removed if a collection was faster."""
     if not value.get("record"):
         raise _Removed
     return value
@@ -97,7 +98,13 @@ class GcReport:
         return sum(item.bytes for item in self.items if item.kind != "marked")
 
 
-def collect(store: Store, *, keep_days: float = KEEP_DAYS, dry_run: bool = False, project: str = "") -> GcReport:
+def collect(
+    store: Store,
+    *,
+    keep_days: float = KEEP_DAYS,
+    dry_run: bool = False,
+    project: str = "",
+) -> GcReport:
     """Keep the objects that roots and recently used records reach through their inputs, and remove the rest.
 
     A record is removed before its object, so no record points to a missing object. While a table cannot be read, records and
@@ -132,7 +139,7 @@ class _Collection:
     """One collection: what it has listed, and its horizon by the clock of the store."""
 
     store: Store
-    tables: dict[str, Table]
+    tables: dict[str, StoredTable]
     roots: list[Root]
     now: float
     horizon: float
@@ -222,6 +229,7 @@ class _Collection:
         return live
 
     def _removed(self, kind: str, path: Path, label: str, reason: str) -> GcItem:
+        """Move a folder out of the way in one step; removing it may take long."""
         item = GcItem(kind, str(path), folder_bytes(path), label, reason)
         if not self.dry_run:
             move_aside(path, self.store.folder / TRASH)  # in one step: removing it may take long
@@ -231,13 +239,14 @@ class _Collection:
         return f"{(self.now - then) / DAY_S:.0f} days"
 
 
-def _release(store: Store, table: Table) -> None:
+def _release(store: Store, table: StoredTable) -> None:
     """Remove the lease of a silent process. If the process still runs, its next heartbeat or commit fails."""
     with suppress(Conflict):
         store.write(table.name, {name: one for name, one in table.value.items() if name != "lease"}, table.version)
 
 
-def _is_removed(store: Store, table: Table) -> bool:
+def _is_removed(store: Store, table: StoredTable) -> bool:
+    """Remove the table of a key unless it was used, or computed again, since it was listed."""
     try:
         store.remove(table.name, table.version)
     except Conflict:  # used, or computed again, since it was listed
@@ -245,28 +254,30 @@ def _is_removed(store: Store, table: Table) -> bool:
     return True
 
 
-def object_in(table: Table) -> str:
+def object_in(table: StoredTable) -> str:
     """The digest of the object of a key's record, or ""."""
     record = table.value.get("record")
     return str(record["object"]) if record else ""
 
 
-def _facts(table: Table) -> dict[str, Any]:
+def _facts(table: StoredTable) -> dict[str, Any]:
+    """The facts in a key's record; {} without one."""
     record = table.value.get("record")
     return record["facts"] if record else {}
 
 
-def _label(table: Table) -> str:
+def _label(table: StoredTable) -> str:
     return str(_facts(table).get("label", ""))
 
 
-def _names(key: str, table: Table) -> set[str]:
+def _names(key: str, table: StoredTable) -> set[str]:
     """The names of a record in roots: its key, its object, and the digest of its artifact."""
     handle = _facts(table).get("handle") or {}
     return {key, object_in(table), handle.get("fields", {}).get("digest", "")} - {""}
 
 
-def _references(table: Table) -> Iterable[str]:
+def _references(table: StoredTable) -> Iterable[str]:
+    """Digests that a table leads to: objects and inputs of its record, and of one that was set aside."""
     aside = table.value.get("aside") or {}
     for record in filter(None, (table.value.get("record"), aside.get("record"))):
         yield from (record["object"], *record["inputs"])
@@ -276,6 +287,7 @@ def _references(table: Table) -> Iterable[str]:
 
 
 def _modified(path: Path) -> float:
+    """The time of the last change of a file; now, if another process is removing it."""
     try:
         return path.stat().st_mtime
     except OSError:
@@ -306,7 +318,7 @@ def verify(store: Store, *, set_aside: bool = False) -> list[Damage]:
     A record that is set aside stays in the table of its key, and its object stays in the store, so `restore` finds both.
     """
     damaged: list[DamagedTable] = []
-    users: dict[str, list[Table]] = {}
+    users: dict[str, list[StoredTable]] = {}
     for table in store.tables("keys/", damaged=damaged):
         if table.value.get("record"):
             users.setdefault(object_in(table), []).append(table)
@@ -327,7 +339,8 @@ def verify(store: Store, *, set_aside: bool = False) -> list[Damage]:
     return found
 
 
-def _set_record_aside(store: Store, table: Table, problem: str) -> None:
+def _set_record_aside(store: Store, table: StoredTable, problem: str) -> None:
+    """Let a record no longer count. It stays in the table, with the reason."""
     value = {name: one for name, one in table.value.items() if name != "record"}
     with suppress(Conflict):  # computed again meanwhile
         aside = {"record": table.value["record"], "problem": problem}

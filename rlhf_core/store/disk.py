@@ -33,7 +33,7 @@ from rlhf_core.store.protocol import (
     Files,
     Gone,
     StoredObject,
-    Table,
+    StoredTable,
     pack,
     unpack,
 )
@@ -59,7 +59,8 @@ class DiskStore:
 
     # ---------------------------------------------------------------- tables
 
-    def read(self, name: str) -> Table | None:
+    def read(self, name: str) -> StoredTable | None:
+        """Read one file."""
         path = self._table(name)
         try:
             raw, written = path.read_bytes(), path.stat().st_mtime
@@ -69,17 +70,25 @@ class DiskStore:
         if value is None:
             rule = "has other content than was written"
             raise DamagedTable.of(name, f"{rule} ({path})")
-        return Table(name, value, raw[:64].decode(), written)
+        return StoredTable(name, value, raw[:64].decode(), written)
 
-    def recent(self, name: str) -> Table | None:
+    def recent(self, name: str) -> StoredTable | None:
+        """Reading a file costs little."""
         return self.read(name)
 
     def snapshot(self, *, within_s: float = 0.0) -> AbstractContextManager[None]:
+        """Reading a file costs little."""
         return nullcontext()
 
     def write(
-        self, name: str, value: Mapping[str, Any], expected: str | None, *, refers: Collection[str] = ()
-    ) -> Table:
+        self,
+        name: str,
+        value: Mapping[str, Any],
+        expected: str | None,
+        *,
+        refers: Collection[str] = (),
+    ) -> StoredTable:
+        """Replace a file under the lock, after a look at the objects that it refers to."""
         with self._lock():
             self._expect(name, expected)
             for digest in refers:
@@ -87,16 +96,18 @@ class DiskStore:
                     raise Gone("artifact", digest[:12], f"is not in {self.folder}", "run again to make it again")
             raw, path = pack(value), self._table(name)
             _replace(path, raw)
-            return Table(name, dict(value), raw[:64].decode(), path.stat().st_mtime)
+            return StoredTable(name, dict(value), raw[:64].decode(), path.stat().st_mtime)
 
     def remove(self, name: str, expected: str) -> None:
+        """Remove a file under the lock, durably."""
         with self._lock():
             self._expect(name, expected)
             self._table(name).unlink(missing_ok=True)
             with suppress(FileNotFoundError):
                 fsync_path(self._table(name).parent)
 
-    def tables(self, prefix: str, *, damaged: list[DamagedTable] | None = None) -> Iterator[Table]:
+    def tables(self, prefix: str, *, damaged: list[DamagedTable] | None = None) -> Iterator[StoredTable]:
+        """The files below a folder, in the order of their names."""
         for name in self.versions(prefix):
             try:
                 found = self.read(name)
@@ -109,6 +120,7 @@ class DiskStore:
                 yield found
 
     def set_table_aside(self, name: str) -> None:
+        """Move the file into quarantine."""
         with self._lock(), suppress(FileNotFoundError):
             if unpack(self._table(name).read_bytes()) is None:
                 move_aside(self._table(name), self.folder / "quarantine")
@@ -128,12 +140,17 @@ class DiskStore:
         return dict(sorted(found.items()))
 
     def now(self, *, exact: bool = True) -> float:
+        """The time of a new file: hosts that share the disk may have other clocks."""
         make_folder(self.folder)
         return disk_time(self.folder)
 
     # ---------------------------------------------------------------- objects
 
     def add(self, digest: str, folder: Path, files: Files) -> None:
+        """Move the folder into the store, under the lock.
+
+        A stored object that is damaged goes to quarantine, and this one takes its place.
+        """
         target = self._object(digest)
         manifest = {"schema": 1, "files": {path: asdict(entry) for path, entry in files.items()}}
         write_json(folder / MANIFEST, manifest)
@@ -153,6 +170,7 @@ class DiskStore:
         """The folder was moved into the store, unless that had the object."""
 
     def fetch(self, digest: str) -> Path:
+        """The folder of the object itself. Only files that were written to since the last good check are hashed."""
         if not self.has(digest):
             raise Gone("artifact", digest[:12], f"is not in {self.folder}", "run again to make it again")
         damage = self._damage(digest, deep=False)
@@ -161,9 +179,11 @@ class DiskStore:
         return self._object(digest)
 
     def has(self, digest: str) -> bool:
+        """True if the object has a manifest, which is written before the object is moved into the store."""
         return (self._object(digest) / MANIFEST).is_file()
 
     def problem(self, digest: str, *, deep: bool = False) -> str:
+        """A deep check that finds nothing sets the time of the last good check."""
         began = time.time()
         damage = self._damage(digest, deep=deep)
         if deep and not damage:  # the time of the manifest is that of the last good check
@@ -172,11 +192,13 @@ class DiskStore:
         return damage
 
     def set_aside(self, digest: str) -> None:
+        """Move the folder into quarantine."""
         with self._lock():
             if self._object(digest).exists():
                 move_aside(self._object(digest), self.folder / "quarantine")
 
     def restore(self, digest: str) -> None:
+        """Move the folder that came last into quarantine back."""
         with self._lock():
             aside = sorted((self.folder / "quarantine").glob(f"{digest}.*"), key=lambda path: path.stat().st_mtime)
             if aside and not self._object(digest).exists():
@@ -185,19 +207,33 @@ class DiskStore:
 
     # ---------------------------------------------------------------- unfinished work: all nodes see the folder itself
 
-    def save_work(self, key: str, token: str, folder: Path, last: Mapping[str, Any]) -> dict[str, Any]:
+    def save_work(
+        self,
+        key: str,
+        token: str,
+        folder: Path,
+        last: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        """Make the folder durable; all nodes see it."""
         fsync_tree(folder)
         for above in folder.parents[: len(folder.relative_to(self.folder).parts)]:
             fsync_path(above)
         return {"token": token, "folder": folder.relative_to(self.folder).as_posix()}
 
     def load_work(self, key: str, work: Mapping[str, Any]) -> Path:
+        """The folder itself."""
         folder = self.folder / work["folder"]
         if not folder.is_dir():
             raise Gone("checkpoint", str(folder), "is gone", "use --force to start over")
         return folder
 
-    def drop_work(self, key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    def drop_work(
+        self,
+        key: str,
+        before: Mapping[str, Any],
+        now: Mapping[str, Any],
+    ) -> None:
+        """Remove the earlier folder."""
         if before and before.get("folder") != now.get("folder"):
             remove_tree(self.folder / before["folder"])
 
@@ -205,10 +241,12 @@ class DiskStore:
 
     @contextmanager
     def alone(self) -> Iterator[bool]:
+        """Hold the lock of the store."""
         with self._lock():
             yield True
 
     def objects(self, but: Collection[str]) -> Iterator[StoredObject]:
+        """The folders of objects. They count as marked: the lock replaces the mark."""
         for path in sorted((self.folder / "objects").glob("*/*")):
             if path.name not in but:
                 status, size = path.stat(), sum((path / name).stat().st_size for name in list_files(path))
@@ -218,19 +256,24 @@ class DiskStore:
         raise NotImplementedError("on a disk, a collection holds the lock and deletes at once")
 
     def delete(self, one: StoredObject) -> bool:
+        """Move the folder out of the store in one step."""
         target = self._object(one.digest)
         moved = move_aside(target, self.folder / TRASH)  # `sweep` empties it, without the lock
         fsync_path(target.parent)
         return moved is not None
 
     def sweep(self, *, dry_run: bool) -> int:
+        """Empty the trash. No upload is ever cut off here: a folder is moved in one step."""
         if not dry_run:
             empty_trash(self.folder)
         return 0  # uploads are never interrupted: a folder is moved in one step
 
     # ---------------------------------------------------------------- private
 
-    def _table(self, name: str) -> Path:
+    def _table(
+        self,
+        name: str,
+    ) -> Path:
         return self.folder / "tables" / f"{name}.json"
 
     def _object(self, digest: str) -> Path:
@@ -241,6 +284,7 @@ class DiskStore:
 
     @contextmanager
     def _lock(self) -> Iterator[None]:
+        """Hold the lock of the store; a thread that holds it already passes."""
         held = _LOCKED.get()
         if self.folder in held:
             yield
@@ -253,6 +297,7 @@ class DiskStore:
                 _LOCKED.reset(token)
 
     def _expect(self, name: str, expected: str | None) -> None:
+        """Raise Conflict if a table has another version."""
         found = self.read(name)
         if (None if found is None else found.version) != expected:
             raise Conflict(name)

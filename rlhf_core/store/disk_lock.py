@@ -52,6 +52,7 @@ def alone(folder: Path) -> Iterator[None]:
 
 
 def _lock(descriptor: int, folder: Path) -> None:
+    """Take the lock. A warning names it if another process keeps it for long."""
     with suppress(BlockingIOError):
         return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     what = "%s: still waiting for another process to release the lock; if that process is suspended (Ctrl-Z), resume or end it"

@@ -10,11 +10,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.store.bucket import BucketStore, Server
+from rlhf_core.store.bucket import BucketStore, ObjectServer
 from rlhf_core.store.disk import DiskStore
 from rlhf_core.store.fingerprint import FileEntry
 from rlhf_core.store.layout import mark_schema, move_aside, object_of, read_json, remove_tree
-from rlhf_core.store.protocol import DamagedTable, Gone, Table
+from rlhf_core.store.protocol import DamagedTable, Gone, StoredTable
 
 File = tuple[dict[str, Any], float]
 """Content and time of the last write of a file with schema 1."""
@@ -25,11 +25,13 @@ _EARLIER = "schema 1, "
 class EarlierDiskStore(DiskStore):
     """A store on a disk that may contain files with schema 1."""
 
-    def read(self, name: str) -> Table | None:
+    def read(self, name: str) -> StoredTable | None:
+        """A table, or else the files that it would replace."""
         found = super().read(name)
         return found if found is not None else _table(name, self._file, self._children)
 
     def set_table_aside(self, name: str) -> None:
+        """Also the files with schema 1 of a table that cannot be read."""
         super().set_table_aside(name)
         try:
             self.read(name)
@@ -38,12 +40,19 @@ class EarlierDiskStore(DiskStore):
                 move_aside(self.folder / path, self.folder / "quarantine")
 
     def write(
-        self, name: str, value: Mapping[str, Any], expected: str | None, *, refers: Collection[str] = ()
-    ) -> Table:
-        mark_schema(self.folder)  # first: an older program would not see the table
+        self,
+        name: str,
+        value: Mapping[str, Any],
+        expected: str | None,
+        *,
+        refers: Collection[str] = (),
+    ) -> StoredTable:
+        """Raise the schema of the store first: an older program would not see the table."""
+        mark_schema(self.folder)
         return super().write(name, value, expected, refers=refers)
 
     def remove(self, name: str, expected: str) -> None:
+        """Remove the files with schema 1, too: they would be the table otherwise."""
         mark_schema(self.folder)
         with self._lock():
             super().remove(name, expected)
@@ -51,6 +60,7 @@ class EarlierDiskStore(DiskStore):
                 remove_tree(self.folder / path)
 
     def versions(self, prefix: str) -> dict[str, str]:
+        """Also the names of tables that are still files with schema 1."""
         found = super().versions(prefix)
         earlier: dict[str, str] = {}
         for pattern in _patterns(prefix):
@@ -61,34 +71,44 @@ class EarlierDiskStore(DiskStore):
         return dict(sorted((found | earlier).items()))
 
     def _file(self, path: str) -> File | None:
+        """The content of a file with schema 1. Raises DamagedTable if it is not a table."""
         content = read_json(self.folder / path)
         if content is None and (self.folder / path).exists():
             raise DamagedTable.of(_name(path), f"is not a JSON object ({self.folder / path})")
         return None if content is None else (content, (self.folder / path).stat().st_mtime)
 
     def _children(self, folder: str) -> list[str]:
+        """Names of the files in a folder with schema 1."""
         return [path.name for path in sorted((self.folder / folder).glob("*.json"))]
 
 
 class EarlierBucketStore(BucketStore):
     """A store in a bucket that may contain objects with schema 1, which `earlier` reads. Nothing is changed there."""
 
-    def __init__(self, server: Server, cache: Path, uri: str, earlier: Server) -> None:
+    def __init__(self, server: ObjectServer, cache: Path, uri: str, earlier: ObjectServer) -> None:
         super().__init__(server, cache, uri)
         self.earlier = earlier
         self._times: dict[str, float] | None = None
         """Path -> time of the last write of the files with schema 1, listed once."""
 
     def write(
-        self, name: str, value: Mapping[str, Any], expected: str | None, *, refers: Collection[str] = ()
-    ) -> Table:
+        self,
+        name: str,
+        value: Mapping[str, Any],
+        expected: str | None,
+        *,
+        refers: Collection[str] = (),
+    ) -> StoredTable:
+        """An earlier table has no version at the new place: the write creates the table."""
         is_earlier = expected is not None and expected.startswith(_EARLIER)
         return super().write(name, value, None if is_earlier else expected, refers=refers)
 
     def remove(self, name: str, expected: str) -> None:
+        """The value of a removed table hides the files with schema 1."""
         self.write(name, {"removed": True}, expected)
 
-    def tables(self, prefix: str, *, damaged: list[DamagedTable] | None = None) -> Iterator[Table]:
+    def tables(self, prefix: str, *, damaged: list[DamagedTable] | None = None) -> Iterator[StoredTable]:
+        """The tables, and the files with schema 1 whose tables do not exist yet."""
         found = {table.name: table for table in self._tables(f"tables/{prefix}", damaged)}
         yield from (table for table in found.values() if table.value != {"removed": True})
         for name in self._earlier_names(prefix) - found.keys():
@@ -97,16 +117,20 @@ class EarlierBucketStore(BucketStore):
                 yield table
 
     def versions(self, prefix: str) -> dict[str, str]:
+        """Also the names of tables that are still files with schema 1."""
         return dict.fromkeys(self._earlier_names(prefix), _EARLIER) | super().versions(prefix)
 
     def problem(self, digest: str, *, deep: bool = False) -> str:
+        """An object that lies at the earlier place has no problem."""
         said = super().problem(digest, deep=deep)
         return "" if said and f"objects/{digest}.json" in self._earlier_times() else said
 
     def has(self, digest: str) -> bool:
+        """True if the object lies at either place."""
         return super().has(digest) or f"objects/{digest}.json" in self._earlier_times()
 
     def fetch(self, digest: str) -> Path:
+        """Copy the object to the new place if it lies at the earlier one alone."""
         try:
             return super().fetch(digest)
         except Gone:
@@ -114,6 +138,7 @@ class EarlierBucketStore(BucketStore):
             return super().fetch(digest)
 
     def _keep(self, digest: str) -> None:
+        """Copy the object if it lies at the earlier place alone, so the new reference holds."""
         try:
             super()._keep(digest)
         except Gone:
@@ -131,7 +156,8 @@ class EarlierBucketStore(BucketStore):
         self.add(digest, part, files)
         self.settle(digest, part, files)
 
-    def _recent(self, name: str) -> Table | None:
+    def _recent(self, name: str) -> StoredTable | None:
+        """A table of the last listing, or else the files with schema 1."""
         with self._threads:
             known = self._listed.get(name)
         found = super()._recent(name)
@@ -139,25 +165,30 @@ class EarlierBucketStore(BucketStore):
             return found
         return self._earlier_table(name.removeprefix("tables/"))
 
-    def _get(self, name: str) -> tuple[bytes, Table] | None:
+    def _get(self, name: str) -> tuple[bytes, StoredTable] | None:
+        """A table, or else the files with schema 1."""
         found = super()._get(name)
         if found is None and name.startswith("tables/"):
             table = self._earlier_table(name.removeprefix("tables/"))
             return None if table is None else (b"", table)
         return found
 
-    def _earlier_table(self, name: str) -> Table | None:
+    def _earlier_table(self, name: str) -> StoredTable | None:
+        """The files with schema 1 of a table; None if the bucket never had that schema."""
         return _table(name, self._file, self._children) if self._earlier_times() else None
 
     def _earlier_names(self, prefix: str) -> set[str]:
+        """Names of the tables that are files with schema 1."""
         paths = [path.removeprefix("records/") for path in self._earlier_times() if path.startswith("records/")]
         return {_name(path) for path in paths if any(Path(path).match(pattern) for pattern in _patterns(prefix))}
 
     def _children(self, folder: str) -> list[str]:
+        """Names of the files in a folder with schema 1."""
         prefix = f"records/{folder}/"
         return sorted(path.removeprefix(prefix) for path in self._earlier_times() if path.startswith(prefix))
 
     def _earlier_times(self) -> dict[str, float]:
+        """All files with schema 1. Nobody writes them any more, so one listing is enough."""
         if self._times is None:
             listed = [
                 *self._again(lambda: list(self.earlier.list("records/"))),
@@ -167,6 +198,7 @@ class EarlierBucketStore(BucketStore):
         return self._times
 
     def _file(self, path: str) -> File | None:
+        """The content of a file with schema 1, and the later of its writing and its last use."""
         times = self._earlier_times()
         if f"records/{path}" not in times:
             return None
@@ -181,7 +213,11 @@ class EarlierBucketStore(BucketStore):
 # ---------------------------------------------------------------- files with schema 1 as tables
 
 
-def _table(name: str, read: Callable[[str], File | None], children: Callable[[str], list[str]]) -> Table | None:
+def _table(
+    name: str,
+    read: Callable[[str], File | None],
+    children: Callable[[str], list[str]],
+) -> StoredTable | None:
     """The table that the files with schema 1 amount to; None without any."""
     kind, _, rest = name.partition("/")
     if kind == "keys":
@@ -192,10 +228,11 @@ def _table(name: str, read: Callable[[str], File | None], children: Callable[[st
         value, written = read(f"roots/{name}.json") or ({}, 0.0)
     if not value:
         return None
-    return Table(name, value, f"{_EARLIER}{hashlib.sha256(json.dumps(value).encode()).hexdigest()}", written)
+    return StoredTable(name, value, f"{_EARLIER}{hashlib.sha256(json.dumps(value).encode()).hexdigest()}", written)
 
 
 def _key(key: str, read: Callable[[str], File | None]) -> File:
+    """Record and history of a key, with the time of the record, which was touched at each use."""
     record, past = read(f"keys/{key[:2]}/{key}.json"), read(f"attempts/{key}/attempt.json")
     value: dict[str, Any] = {}
     if past is not None:
@@ -215,7 +252,12 @@ def stored_record(facts: Mapping[str, Any]) -> dict[str, Any]:
     return {"object": digest, "inputs": inputs, "facts": dict(facts)}
 
 
-def _gate(question: str, read: Callable[[str], File | None], children: Callable[[str], list[str]]) -> File:
+def _gate(
+    question: str,
+    read: Callable[[str], File | None],
+    children: Callable[[str], list[str]],
+) -> File:
+    """A question was a folder: the finding, a file for each run that waits, and a numbered file for each answer."""
     folder = f"roots/gates/{question}"
     found = {name: read(f"{folder}/{name}") for name in children(folder)}
     asked = found.get("question.json")

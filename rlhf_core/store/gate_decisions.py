@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from rlhf_core.errors import ArtifactError
 from rlhf_core.processes.identity import user_name
 from rlhf_core.store.fingerprint import canonical_json, sha256_text
-from rlhf_core.store.protocol import Store, Table, update
+from rlhf_core.store.protocol import Store, StoredTable, update
 from rlhf_core.store.typed_json import Stored
 
 Answer = Literal["approve", "reject"]
@@ -137,7 +137,7 @@ class GateDecisions:
         return sorted((one for one in found if one is not None), key=lambda one: (one.asked, one.id))
 
 
-def _request(table: Table) -> GateRequest | None:
+def _request(table: StoredTable) -> GateRequest | None:
     """The question in a table; None before anyone has asked it. Raises ArtifactError if an answer cannot be read."""
     try:
         asked = Question.model_validate(table.value["question"])

@@ -34,7 +34,7 @@ from rlhf_core.store.layout import (
 )
 
 if TYPE_CHECKING:
-    from rlhf_core.store.protocol import Store, Table
+    from rlhf_core.store.protocol import Store, StoredTable
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +161,7 @@ def remembered_code() -> Iterator[None]:
 
 
 def _read_record(
-    read: "Callable[[str], Table | None]", name: str, unreadable: list[Unreadable], aside: list[SetAside]
+    read: "Callable[[str], StoredTable | None]", name: str, unreadable: list[Unreadable], aside: list[SetAside]
 ) -> list[Any] | None:
     """The fields of a row after its key; None for a key without a readable record, which is not remembered."""
     from rlhf_core.store.protocol import Damaged  # imports pydantic, which is not needed while the index is current

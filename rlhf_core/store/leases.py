@@ -26,7 +26,7 @@ from typing import Any
 from rlhf_core.errors import ArtifactError
 from rlhf_core.processes.identity import here, process_stat, process_state
 from rlhf_core.store.layout import remove_tree
-from rlhf_core.store.protocol import Conflict, Files, Gone, Store, Table
+from rlhf_core.store.protocol import Conflict, Files, Gone, Store, StoredTable
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class Lease:
     token: str
     waited: bool
     _looked: list[float] = field(default_factory=list, compare=False, repr=False)
-    _known: list[Table] = field(default_factory=list, compare=False, repr=False)
+    _known: list[StoredTable] = field(default_factory=list, compare=False, repr=False)
 
     def may_be_ours(self) -> bool:
         """False if another process has taken the lease over. An unreachable store counts as ours."""
@@ -97,19 +97,21 @@ class Lease:
             logger.warning("could not read lease %s: %s", self.key[:12], error)
         return True
 
-    def check(self) -> Table:
+    def check(self) -> StoredTable:
         """The table of the key as of now. Raises Lost if another process has taken the lease over."""
-        found = self.store.read(name_of(self.key)) or Table("", {}, "", 0.0)
+        found = self.store.read(name_of(self.key)) or StoredTable("", {}, "", 0.0)
         self._ours(found.value)
         return found
 
-    def latest(self) -> Table:
+    def latest(self) -> StoredTable:
         """The table as this process last read or wrote it under the lease. The holder is nearly the only writer."""
         if not self._known:
             self._known[:] = [self.check()]
         return self._known[-1]
 
-    def update(self, edit: Callable[[dict[str, Any]], Mapping[str, Any]], *, refers: Collection[str] = ()) -> Table:
+    def update(
+        self, edit: Callable[[dict[str, Any]], Mapping[str, Any]], *, refers: Collection[str] = ()
+    ) -> StoredTable:
         """Change the table of the key in one atomic step, if the lease is still ours. Raises Lost otherwise."""
         found = self.latest()
         while True:
@@ -123,7 +125,11 @@ class Lease:
                 self._known.clear()
                 raise
 
-    def save_work(self, folder: Path, **noted: Any) -> None:
+    def save_work(
+        self,
+        folder: Path,
+        **noted: Any,
+    ) -> None:
         """Make a folder the newest checkpoint of the key. The previous one is deleted once the table names this one."""
         last = self.latest().value.get("work") or {}
         work = self.store.save_work(self.key, self.token, folder, last) | noted
@@ -138,7 +144,7 @@ class Lease:
         record: Mapping[str, Any],
         *,
         when_added: Callable[[], None] = lambda: None,
-    ) -> Table:
+    ) -> StoredTable:
         """Store the folder `out` as an object, and the record that makes it the result of the key.
 
         `when_added` is called between the two.
@@ -164,6 +170,7 @@ class Lease:
             self.store.drop_work(self.key, last, {})
 
     def _ours(self, value: dict[str, Any]) -> dict[str, Any]:
+        """The value of the table, if its lease is ours. Raises Lost otherwise."""
         holder = owner_in(value)
         if holder is None or holder.token != self.token:
             rule = "took the lease over, because this process had not renewed it"
@@ -172,7 +179,12 @@ class Lease:
 
 
 @contextmanager
-def hold(store: Store, key: str, *, on_wait: Callable[[Owner], None] | None = None) -> Iterator[Lease]:
+def hold(
+    store: Store,
+    key: str,
+    *,
+    on_wait: Callable[[Owner], None] | None = None,
+) -> Iterator[Lease]:
     """Hold the lease of `key`, after waiting until its owner has released it or has ended."""
     ours = ourselves()
     _HELD.add(ours.token)  # first: another thread of this process may look at the lease as soon as it is written
@@ -242,7 +254,13 @@ def _may_be_silent(owner: Owner) -> bool:
     return not _is_local(owner) or process_state(owner.pid, owner.pid_started) == "stopped"
 
 
-def _acquire(store: Store, key: str, ours: Owner, on_wait: Callable[[Owner], None] | None) -> Lease:
+def _acquire(
+    store: Store,
+    key: str,
+    ours: Owner,
+    on_wait: Callable[[Owner], None] | None,
+) -> Lease:
+    """Write a lease into the table of the key, as soon as it has none or its owner has ended or fallen silent."""
     waited, watch = False, _Watch()
     while True:
         found = store.read(name_of(key))
@@ -268,6 +286,7 @@ def _acquire(store: Store, key: str, ours: Owner, on_wait: Callable[[Owner], Non
 
 
 def _beat(lease: Lease, stop: threading.Event) -> None:
+    """Raise the counter of the lease, so that processes on other machines see that this one lives."""
     while not stop.wait(HEARTBEAT_S):
         try:
             lease.update(lambda value: value | {"lease": value["lease"] | {"beat": value["lease"]["beat"] + 1}})

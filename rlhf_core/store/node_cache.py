@@ -61,17 +61,20 @@ class NodeCache:
         return gone
 
     def _last_use(self, path: Path) -> float:
+        """The time of the lock of a copy, which each process that reads the copy sets."""
         with suppress(FileNotFoundError):
             return self._lock_of(path.name).stat().st_mtime
         return 0.0
 
     def _try_remove(self, path: Path) -> bool:
+        """Remove a copy unless a living process has read it."""
         with suppress(BlockingIOError), _locked(self._lock_of(path.name), fcntl.LOCK_EX | fcntl.LOCK_NB):
             remove_tree(path)
             return True
         return False
 
     def _keep(self, name: str) -> None:
+        """Hold a shared lock on a copy for as long as this process lives."""
         with self._threads:
             if name not in self._held:
                 lock = self._lock_of(name)
@@ -98,6 +101,7 @@ def cache_bytes() -> float:
 
 @contextmanager
 def _locked(path: Path, how: int) -> Iterator[None]:
+    """Hold a lock of this node on a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:

@@ -96,6 +96,7 @@ class NodeFolder:
         store.discard(self.key, files)
 
     def _store(self) -> BucketStore:
+        """The store of the node that this process runs on."""
         store = open_store(self.root if self.is_here else store_root(self.uri))
         assert isinstance(store, BucketStore)  # `named` gives the folders of no other store
         return store

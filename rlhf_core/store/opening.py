@@ -60,6 +60,7 @@ def place_of(root: Path) -> str:
 
 @cache
 def _open_bucket_store(root: Path, uri: str) -> BucketStore:
+    """One client for a process: its listings are used by all who open the store."""
     from rlhf_core.store.bucket_server import ObstoreServer
 
     return EarlierBucketStore(ObstoreServer(uri), root, uri, ObstoreServer(uri, prefix=""))

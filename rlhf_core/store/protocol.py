@@ -62,7 +62,7 @@ class DamagedTable(Damaged):
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class StoredTable:
     """A table as it was read. `written` is the time of its last write by the clock of the store."""
 
     name: str
@@ -95,10 +95,10 @@ class Store(Protocol):
     """A collection keeps objects that were added or condemned less than this many seconds ago."""
 
     # tables
-    def read(self, name: str) -> Table | None:
+    def read(self, name: str) -> StoredTable | None:
         """The table with this name as of now; None if it does not exist."""
 
-    def recent(self, name: str) -> Table | None:
+    def recent(self, name: str) -> StoredTable | None:
         """The table as of the snapshot that is open in this process; without a snapshot the same as `read`."""
 
     def snapshot(self, *, within_s: float = ...) -> AbstractContextManager[None]:
@@ -108,8 +108,13 @@ class Store(Protocol):
         """
 
     def write(
-        self, name: str, value: Mapping[str, Any], expected: str | None, *, refers: Collection[str] = ()
-    ) -> Table:
+        self,
+        name: str,
+        value: Mapping[str, Any],
+        expected: str | None,
+        *,
+        refers: Collection[str] = (),
+    ) -> StoredTable:
         """Replace the table if it is at version `expected` (None: if it does not exist); keep the objects it `refers` to.
 
         Raises Conflict, or Gone if an object is no longer in the store. In a bucket, Gone is raised after the write.
@@ -118,7 +123,7 @@ class Store(Protocol):
     def remove(self, name: str, expected: str) -> None:
         """Remove the table if it is at version `expected`. Raises Conflict otherwise."""
 
-    def tables(self, prefix: str, *, damaged: list[DamagedTable] | None = None) -> Iterator[Table]:
+    def tables(self, prefix: str, *, damaged: list[DamagedTable] | None = None) -> Iterator[StoredTable]:
         """All tables below a prefix. Tables written during the last `grace_s` seconds may be missing or outdated.
 
         Tables that cannot be read are added to `damaged`; without it, the first of them is raised.
@@ -156,7 +161,13 @@ class Store(Protocol):
         """Use the files again that `set_aside` kept last, unless the object has been stored anew."""
 
     # unfinished work
-    def save_work(self, key: str, token: str, folder: Path, last: Mapping[str, Any]) -> dict[str, Any]:
+    def save_work(
+        self,
+        key: str,
+        token: str,
+        folder: Path,
+        last: Mapping[str, Any],
+    ) -> dict[str, Any]:
         """Make a folder that attempt `token` has written readable for other nodes; returns the entry for the key's table.
 
         `last` is the previous entry: files that did not change are not stored twice.
@@ -165,7 +176,12 @@ class Store(Protocol):
     def load_work(self, key: str, work: Mapping[str, Any]) -> Path:
         """A folder of this node with the work that a key's table names. Raises Gone, Damaged or Unreachable."""
 
-    def drop_work(self, key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    def drop_work(
+        self,
+        key: str,
+        before: Mapping[str, Any],
+        now: Mapping[str, Any],
+    ) -> None:
         """Delete the files of the work `before` that `now` no longer has. Call it after the table was written."""
 
     # collection
@@ -191,7 +207,7 @@ def update(
     edit: Callable[[dict[str, Any]], Mapping[str, Any]],
     *,
     refers: Collection[str] = (),
-) -> Table:
+) -> StoredTable:
     """Replace a table by the result of `edit`, as one atomic step. `edit` may be called several times, or raise."""
     while True:
         found = store.read(name)

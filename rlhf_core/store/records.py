@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, field_serializer, f
 from rlhf_core import types
 from rlhf_core.errors import ArtifactError
 from rlhf_core.store.failures import Failed
-from rlhf_core.store.protocol import Table
+from rlhf_core.store.protocol import StoredTable
 from rlhf_core.types import ArtifactRef
 
 _URI = re.compile(r"store://[0-9a-f]{64}(/(?!\.\.?(/|$))[^/]+)*|file:///.*", re.DOTALL)
@@ -126,7 +126,7 @@ def restore_handle(stored: Mapping[str, Any]) -> ArtifactRef:
     return kind.model_validate(stored["fields"])
 
 
-def parse_record(table: Table) -> tuple[KeyRecord | None, str]:
+def parse_record(table: StoredTable) -> tuple[KeyRecord | None, str]:
     """The record in the table of a key, or a description of its damage; neither if the key has no record."""
     stored = table.value.get("record")
     if not stored:

@@ -15,7 +15,7 @@ from rlhf_core.store.fingerprint import sha256_text
 from rlhf_core.store.gate_decisions import GateDecisions
 from rlhf_core.store.layout import object_of
 from rlhf_core.store.leases import name_of
-from rlhf_core.store.protocol import DamagedTable, Store, Table, discard, update
+from rlhf_core.store.protocol import DamagedTable, Store, StoredTable, discard, update
 from rlhf_core.store.typed_json import Stored
 
 _WHOLE = re.compile("[0-9a-f]{64}")
@@ -40,7 +40,7 @@ class _Wait(Stored):
     keys: list[str]
 
 
-def roots_of(store: Store, keys: Iterable[Table]) -> tuple[list[Root], list[str]]:
+def roots_of(store: Store, keys: Iterable[StoredTable]) -> tuple[list[Root], list[str]]:
     """All roots, and a description of each table of one that cannot be read. `keys`: the tables of all keys."""
     roots: list[Root] = []
     damaged: list[DamagedTable] = []
@@ -71,6 +71,7 @@ def roots_of(store: Store, keys: Iterable[Table]) -> tuple[list[Root], list[str]
 
 
 def _asked_about(store: Store) -> Iterator[Root]:
+    """The artifacts that open questions are about."""
     for request in GateDecisions(store).requests():
         if request.answer is None:
             runs = ", ".join(dict.fromkeys(asker.run for asker in request.askers))

@@ -6,7 +6,7 @@ from typing import TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from rlhf_core.store.layout import read_json
-from rlhf_core.store.protocol import Table
+from rlhf_core.store.protocol import StoredTable
 
 
 class Stored(BaseModel):
@@ -27,7 +27,7 @@ def read_stored(path: Path, kind: type[S]) -> S | None:
         return None
 
 
-def stored_in(table: Table | None, kind: type[S]) -> S | None:
+def stored_in(table: StoredTable | None, kind: type[S]) -> S | None:
     """The value of a table as `kind`; None if there is no table or it has other content."""
     try:
         return None if table is None else kind.model_validate(table.value)

@@ -83,6 +83,7 @@ class _Keeper:
         """Name of the checkpoint that was uploaded last."""
 
     def watch(self) -> None:
+        """Look for a new checkpoint until the attempt ends."""
         while not self.stop.wait(LOOK_SECONDS):
             self.look()
 

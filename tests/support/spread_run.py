@@ -20,8 +20,8 @@ from pipelines.flows.profile import load_profile
 from rlhf_core.runtime import placement, ray_runtime
 from rlhf_core.runtime.ray_settings import ray
 from rlhf_core.stage.decision import Decision
-from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store import unfinished
+from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.opening import store_root
 from rlhf_core.tracking.memory import MemoryTracker
 

@@ -342,7 +342,7 @@ def _short_times() -> Iterator[None]:
 def play(kind: str, seed: int) -> History:
     """Play the history of a seed: old objects, some faults, runs and collections, and then a fresh node in peace."""
     source = random.Random(f"{kind}{seed}")
-    world, there = World(seed), None
+    world, there = World(seed, stale=kind == "disk" and source.random() < 0.3), None
     for host in (*HOSTS, FRESH, "store"):
         world.make_folder(host)
     if kind == "bucket":

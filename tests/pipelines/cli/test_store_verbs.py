@@ -36,7 +36,8 @@ def test_a_result_is_pushed_to_a_bucket_and_pulled_from_it(store, tmp_path, monk
     assert main(["store", "push", str(tmp_path / "folder"), URI, *away]) == 2
     assert "is neither label nor digest of an artifact; " in capsys.readouterr().err
     assert not (store.root / "roots" / "external").exists(), "nothing was done"
-    (store.path(ref) / "a.txt").chmod(0o644)
-    (store.path(ref) / "a.txt").write_text("13")
+    folder = store.path(ref)
+    (folder / "a.txt").chmod(0o644)
+    (folder / "a.txt").write_text("13")
     with pytest.raises(ArtifactError, match="has other content than its digest says"):
-        ArtifactStore(nodes.folder / "third").adopt(found, store.path(ref))
+        ArtifactStore(nodes.folder / "third").adopt(found, folder)

@@ -16,7 +16,7 @@ from rlhf_core.store.bucket import BucketStore
 from rlhf_core.store.disk import DiskStore
 from rlhf_core.store.fingerprint import sha256_text
 from rlhf_core.store.leases import Lease, name_of
-from rlhf_core.store.protocol import Conflict, Damaged, Files, Gone, StoredObject, Table, unpack, update
+from rlhf_core.store.protocol import Conflict, Damaged, Files, Gone, StoredObject, StoredTable, unpack, update
 from tests.support.store_histories import STORES, play_all
 
 add, cached, fetch, objects = BucketStore.add, BucketStore._cached, BucketStore.fetch, DiskStore.objects
@@ -39,7 +39,7 @@ def save_after_drop(lease: Lease, folder: Path, **noted: Any) -> None:
     lease.update(lambda value: value | {"work": work})
 
 
-def commit_without_fence(lease: Lease, digest: str, out: Path, files: Files, record: Any, **_: Any) -> Table:
+def commit_without_fence(lease: Lease, digest: str, out: Path, files: Files, record: Any, **_: Any) -> StoredTable:
     lease.store.add(digest, out, files)
     return update(lease.store, name_of(lease.key), lambda value: value | {"record": dict(record)}, refers=[digest])
 
@@ -91,11 +91,11 @@ def delete_by_digest(store: BucketStore, one: StoredObject) -> bool:
     return before is not None
 
 
-def cached_at_any_version(store: BucketStore, name: str, version: str, written: float) -> Table | None:
+def cached_at_any_version(store: BucketStore, name: str, version: str, written: float) -> StoredTable | None:
     with suppress(FileNotFoundError):
         raw = (store.folder / "cache" / f"{sha256_text(name)[:32]}.table").read_bytes().partition(b"\n")[2]
         value = (unpack(raw) if raw else {}) or bucket._NO_OBJECT
-        return Table(name.removeprefix("tables/"), value, version, written)
+        return StoredTable(name.removeprefix("tables/"), value, version, written)
     return cached(store, name, version, written)
 
 
