@@ -101,8 +101,8 @@ def _age_leases(seconds: float) -> None:
     """Let each table that this process writes look so old, as if the clock of the disk had jumped since."""
     write = disk._replace
 
-    def write_old(path: Path, raw: bytes) -> None:
-        write(path, raw)
+    def write_old(path: Path, raw: bytes, **options: bool) -> None:
+        write(path, raw, **options)
         try:
             made = path.stat().st_mtime - seconds
             os.utime(path, (made, made))

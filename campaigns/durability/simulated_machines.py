@@ -202,8 +202,8 @@ class File(io.RawIOBase):
 def purpose(path: str) -> str:
     """Return a name for what a path is for, without digests, numbers and what is drawn.
 
-    >>> purpose("/sim/store/keys/ab/.1f2e3d4c5b6a.json.0f1e2d3c-1000-a1b2c3")
-    'keys/#/.#.json.#'
+    >>> purpose("/sim/store/tables/keys/.1f2e3d4c5b6a.json.0f1e2d3c-1000-a1b2c3")
+    'tables/keys/.#.json.#'
     """
     inside = re.sub(r"\b([0-9a-f]{2}|[0-9a-f]{6,}|\d+)\b", "#", path.removeprefix(f"{ROOT}/store").strip("/"))
     return re.sub(r"(#[.-])+(?=#)", "", inside) + (_who_locks() if path.endswith(".lock") else "")
@@ -213,7 +213,7 @@ def _who_locks() -> str:
     """Return the function for which the lock of the store is taken, as ` in commit`."""
     frame: Any = sys._getframe(3)
     while Path(frame.f_code.co_filename).parent.name not in ("store", "stage") or frame.f_code.co_name in (
-        *("alone", "_lock", "undisturbed"),
+        *("alone", "_lock", "write", "update", "_write"),
     ):
         frame = frame.f_back
     return f" in {frame.f_code.co_name}"
@@ -426,6 +426,15 @@ class World:
             raise OSError(errno.ENOTEMPTY, "Directory not empty", target)
         self._change("rename", target, (*self._parent(path), None), (*self._parent(target), node), old=path)
 
+    def link(self, path: str, target: str, **_: Any) -> None:
+        self.step("link", target)
+        node = self._existing(path, self.find(path))
+        folder, name = self._parent(target)
+        self.seen.pop((current().process.host, target), None)  # the answer of the server replaces what was believed
+        if name in (folder.entries or {}):
+            raise FileExistsError(errno.EEXIST, "File exists", target)
+        self._change("link", target, (folder, name, node))
+
     def unlink(self, path: str, **_: Any) -> None:
         self.step("unlink", path)
         if self._existing(path, self.find(path)).entries:
@@ -523,7 +532,7 @@ class World:
     def installed(self) -> Iterator[None]:
         """Let the names of the operating system lead here, for simulated processes alone."""
         ours: list[tuple[Any, str, Callable[..., Any]]] = [
-            *((os, name, getattr(self, name)) for name in ("mkdir", "rename", "unlink", "listdir", "utime", "open", "fsync", "close")),
+            *((os, name, getattr(self, name)) for name in ("mkdir", "rename", "link", "unlink", "listdir", "utime", "open", "fsync", "close")),
             *((os, name, self.stat) for name in ("stat", "lstat", "fstat")),
             (os, "replace", self.rename),
             (os, "rmdir", self.unlink),

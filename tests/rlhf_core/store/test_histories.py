@@ -104,7 +104,7 @@ def old_objects(store: DiskStore, but: Collection[str]) -> Iterator[StoredObject
         yield replace(one, since=0.0)
 
 
-def replace_without_fsync(path: Path, raw: bytes) -> None:
+def replace_without_fsync(path: Path, raw: bytes, **_: bool) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(raw)
 
