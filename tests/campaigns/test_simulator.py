@@ -7,7 +7,6 @@ import pytest
 from campaigns.durability import simulator
 from rlhf_core.store import checkpoints, layout
 from rlhf_core.store.checkpoints import Checkpoints
-from rlhf_core.store.leases import Lease
 
 finish = Checkpoints._finish
 
@@ -24,7 +23,6 @@ def sealed_unseen(folder: Path, noted: dict[str, Any]) -> None:
 
 
 MUTANTS: dict[str, tuple[Any, str, Any]] = {
-    "the fence is removed": (Lease, "_ours", lambda lease, value: value),
     "checkpoints are sealed before they are on the disk": (checkpoints, "_seal", sealed_unseen),
     "old checkpoints are removed first": (Checkpoints, "_finish", old_checkpoints_first),
 }
