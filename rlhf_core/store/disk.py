@@ -1,5 +1,6 @@
 """A store in a folder that all of its processes see: one lock, tables as files, objects as folders."""
 
+import errno
 import logging
 import os
 import time
@@ -41,6 +42,7 @@ from rlhf_core.store.protocol import (
 logger = logging.getLogger(__name__)
 
 TRASH = "trash"
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK)
 GRACE_S = 3600.0
 """Longer than a commit takes between the object and its record."""
 _LOCKED: ContextVar[frozenset[Path]] = ContextVar("_LOCKED", default=frozenset())
@@ -95,7 +97,7 @@ class DiskStore:
                 if not self.has(digest):
                     raise Gone("artifact", digest[:12], f"is not in {self.folder}", "run again to make it again")
             raw, path = pack(value), self._table(name)
-            _replace(path, raw)
+            _replace(path, raw, is_new=not path.exists())
             return StoredTable(name, dict(value), raw[:64].decode(), path.stat().st_mtime)
 
     def remove(self, name: str, expected: str) -> None:
@@ -312,8 +314,12 @@ def empty_trash(folder: Path) -> None:
             logger.warning("store: %s", error)
 
 
-def _replace(path: Path, raw: bytes) -> None:
-    """Replace a file atomically, and wait until it is on the disk."""
+def _replace(path: Path, raw: bytes, *, is_new: bool) -> None:
+    """Replace a file atomically, and wait until it is on the disk. Raises Conflict if a new file exists.
+
+    A host of a network file system may believe for some seconds that a file does not exist, also under the lock. A new file
+    is therefore made by a link, which the server refuses if it has the name.
+    """
     make_folder(path.parent)
     temporary = temporary_for(path)
     try:
@@ -321,8 +327,24 @@ def _replace(path: Path, raw: bytes) -> None:
             stream.write(raw)
             stream.flush()
             os.fsync(stream.fileno())
-        temporary.replace(path)
+        if not (is_new and _is_linked(temporary, path)):
+            temporary.replace(path)
+    except FileExistsError:
+        temporary.unlink(missing_ok=True)
+        raise Conflict(str(path)) from None
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
     fsync_path(path.parent)
+
+
+def _is_linked(temporary: Path, path: Path) -> bool:
+    """Give a file its new name by a link; False on a disk without links."""
+    try:
+        os.link(temporary, path)
+    except OSError as error:
+        if error.errno in _NO_LINKS:
+            return False
+        raise
+    temporary.unlink()
+    return True

@@ -107,7 +107,7 @@ def test_threads_of_one_process_exclude_each_other(shared):
 
 
 def test_a_lease_whose_release_failed_does_not_keep_its_own_process_waiting(shared, monkeypatch):
-    def broken(path: Path, raw: bytes) -> None:
+    def broken(path: Path, raw: bytes, *, is_new: bool) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as patch, hold(shared, "k") as lease:
