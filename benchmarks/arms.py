@@ -71,7 +71,7 @@ def logged(result: StageResult, metric: str) -> list[float]:
     """Return what a stage logged of a metric, whose name begins with that of the stage, step by step."""
     store = ArtifactStore(next(folder for folder in result.path.parents if (folder / "objects").is_dir()))
     keys = [record.key for record in store.records() if record.handle and record.handle.digest == result.digest]
-    file = attempts.metrics(store.layout.attempt(keys[-1]))  # whichever made it, the values are the same
+    file = attempts.metrics(store.attempts(keys[-1]))  # whichever made it, the values are the same
     curves = read_curves(file) if file.is_file() else {}
     return [value for name, points in curves.items() if name.endswith(metric) for _, value in points]
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from benchmarks.processes import kill_family, reading_lines
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.checkpoints import Checkpoints
+from rlhf_core.store.collection import forget
 from rlhf_core.store.layout import CHECKPOINTS
 from rlhf_core.store.records import KeyRecord
 
@@ -85,7 +86,7 @@ def _copy_store(source: Path, target: Path, *, without: str) -> None:
     store = ArtifactStore(target / "store")
     for record in store.records():
         if record.label == without:
-            store.layout.key(record.key).unlink()
+            forget(store.shared, record.key)
 
 
 def _record(home: Path, stage: str) -> KeyRecord:

@@ -30,8 +30,10 @@ from pipelines.flows.profile import load_profile
 from rlhf_core.stage.decision import target_of
 from rlhf_core.stage.key import StageSpec, Strictness
 from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.store.earlier import stored_record
 from rlhf_core.store.fingerprint import FileEntry, sha256_text, tree_digest
 from rlhf_core.store.layout import MANIFEST, make_read_only
+from rlhf_core.store.protocol import pack
 from rlhf_core.store.records import KeyRecord, Provenance, environment
 from rlhf_core.types import ArtifactRef, PreparedDataRef
 
@@ -159,9 +161,9 @@ def _write(store: ArtifactStore, key: str, kind: type[R], provenance: Provenance
     (folder / MANIFEST).write_text(json.dumps({"schema": 1, "files": listed}), encoding="utf-8")
     make_read_only(folder)
     record = KeyRecord(key=key, handle=_handle(kind, digest), **dict(provenance))
-    place = store.layout.key(key)
+    place = store.root / "tables" / "keys" / f"{key}.json"
     place.parent.mkdir(parents=True, exist_ok=True)
-    place.write_text(json.dumps(record.to_json()), encoding="utf-8")
+    place.write_bytes(pack({"record": stored_record(json.loads(json.dumps(record.to_json())))}))
     return record
 
 

@@ -157,7 +157,8 @@ def _commit(store: ArtifactStore, out: Path) -> None:
         label="model", stage="model", payload={}, inputs=(), code={}, metrics={}, engines={}, environment={}, started="",
         seconds=0.0, tracking={}, attempts=1, resumed_from=None,
     )  # fmt: skip
-    store.commit(secrets.token_hex(32), out, PolicyRef, children={}, record=record)
+    with store.lease(secrets.token_hex(32)) as lease:
+        store.commit(lease, out, PolicyRef, children={}, record=record)
 
 
 # ---------------------------------------------------------------- cached

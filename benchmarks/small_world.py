@@ -127,7 +127,7 @@ class SmallWorld:
     def curves(self, ref: ArtifactRef) -> dict[str, dict[int, float]]:
         """Return what the run that made a policy logged: metric -> step -> value."""
         (record,) = [record for record in self.store.records() if record.handle == ref]
-        curves = read_curves(attempts.metrics(self.store.layout.attempt(record.key)))
+        curves = read_curves(attempts.metrics(self.store.attempts(record.key)))
         return {name.removeprefix("ppo/"): dict(points) for name, points in curves.items()}
 
     def report(self, ref: ArtifactRef) -> dict[str, Any]:

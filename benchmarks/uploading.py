@@ -29,8 +29,8 @@ import torch
 from benchmarks.checkpointing import CASES, REPEATS, make_trainer, seconds, train
 from rlhf_core.runtime.cluster import free_port
 from rlhf_core.store.artifacts import ArtifactStore
-from rlhf_core.store.places.mirror import store_root
-from rlhf_core.store.places.place import Place, named
+from rlhf_core.store.node_folders import NodeFolder, named
+from rlhf_core.store.opening import store_root
 from rlhf_core.training.trainer import LocalTrainer
 from tests.support.forks import soon
 from tests.support.object_servers import environment, running
@@ -107,7 +107,7 @@ def line_of(number: int, trainer: LocalTrainer, store: ArtifactStore, size: int,
     return f"| {number} | {' | '.join(figures)} |"
 
 
-def _checkpoint(store: ArtifactStore, number: int, size: int) -> tuple[Place, Path]:
+def _checkpoint(store: ArtifactStore, number: int, size: int) -> tuple[NodeFolder, Path]:
     """Return a place of unfinished work, and a folder of files that nobody has uploaded yet."""
     work = store.layout.attempt("0" * 64) / "work-1"
     work.mkdir(parents=True, exist_ok=True)

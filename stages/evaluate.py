@@ -227,7 +227,7 @@ def ancestry(
     nodes = lineage(records, [ref.digest for ref in generations.values()])
     models = {record.key for record in records if isinstance(record.handle, (PolicyRef, RewardModelRef))}
     files = {
-        node.label: attempts.metrics(context.store.layout.attempt(node.key)) for node in nodes if node.key in models
+        node.label: attempts.metrics(context.store.attempts(node.key)) for node in nodes if node.key in models
     }
     trained = {label: path for label, path in files.items() if path.exists()}
     return [node.plain() for node in nodes], trained

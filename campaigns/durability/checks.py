@@ -16,7 +16,7 @@ from typing import Any
 from rlhf_core.store import attempts
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.layout import sweep_temporaries
-from rlhf_core.store.leases import sweep
+from rlhf_core.store.leases import owner_in
 from rlhf_core.store.records import KeyRecord, stored_handle
 
 Points = list[tuple[str, int, float]]
@@ -99,16 +99,13 @@ def leftovers(home: Path, *, unfinished: Collection[str] = ()) -> list[str]:
     """
     store = home / "store"
     sweep_temporaries(store)
-    if unfinished:
-        sweep(store / "leases")
-    odd = [
-        *store.glob("leases/*.json"),
-        *store.glob("quarantine/*"),
-        *store.glob("quarantine/why/*"),
-        *store.rglob("*.tmp"),
-    ]
+    opened = ArtifactStore(store)
+    held = [table.name for table in opened.shared.tables("keys/") if owner_in(table.value) is not None]
+    odd = [store / name for name in held if not unfinished]
+    odd += [*store.glob("quarantine/*"), *store.glob("trash/*"), *store.rglob("*.tmp")]
     for folder in store.glob("attempts/*"):
-        kept = folder / attempts.HISTORY, attempts.latest_work(folder), attempts.metrics(folder)
+        past = opened.attempts(folder.name)
+        kept = attempts.latest_work(past), attempts.metrics(past)
         odd += [path for path in (*folder.glob("*"), *folder.glob("work-*/*")) if path not in kept]
     odd += [path for path in store.rglob(".*") if _TEMPORARY.search(path.name)]
     names = {_named(path, store) for path in odd if not path.name.endswith(".log")}
@@ -116,10 +113,8 @@ def leftovers(home: Path, *, unfinished: Collection[str] = ()) -> list[str]:
 
 
 def _named(path: Path, store: Path) -> str:
-    """Return the name of a file in the store, and on the same line the text of one that tells why something was set aside."""
-    name = path.relative_to(store).as_posix()
-    reason = " ".join(path.read_text(encoding="utf-8").split()) if path.parent == store / "quarantine" / "why" else ""
-    return f"{name}: {reason}" if reason else name
+    """Return the name of a file in the store."""
+    return path.relative_to(store).as_posix()
 
 
 def saw_teeth(label: str, points: Sequence[tuple[str, int, float]]) -> Iterator[str]:
@@ -179,8 +174,8 @@ def _result(store: ArtifactStore, record: KeyRecord) -> StageResult:
         key=record.key,
         handle=stored_handle(record.handle),
         metrics=record.metrics,
-        points=_points(attempts.metrics(store.layout.attempt(record.key))),
-        attempts=len(attempts.history(store.layout.attempt(record.key))),
+        points=_points(attempts.metrics(store.attempts(record.key))),
+        attempts=len(attempts.history(store.attempts(record.key))),
     )
 
 

@@ -14,8 +14,7 @@ from typing import Any
 from campaigns.durability import checks, lives, processes, takeovers
 from campaigns.durability.lives import Kill, Life, Peace
 from campaigns.durability.pipeline import LOG, Setup
-from rlhf_core.store import attempts
-from rlhf_core.store.places import local
+from rlhf_core.store import attempts, disk
 
 KIND = "one of two runs with wrong clocks"
 
@@ -79,7 +78,7 @@ def apply(skew: Skew) -> None:
 
 def _run(setup: Setup, skew: Skew) -> None:
     # A living owner on another machine is known by its heartbeats alone, and those come late on a busy machine.
-    takeovers.short_leases(ttl_s=2.0, heartbeat_s=0.5, watch_s=6.0)
+    takeovers.short_leases(ttl_s=6.0, heartbeat_s=0.5)
     apply(skew)
     lives.logged(setup, None)
 
@@ -99,18 +98,18 @@ def _shift_clocks(seconds: float) -> None:
 
 
 def _age_leases(seconds: float) -> None:
-    """Let each lease that this process writes look so old, as if the clock of the disk had jumped since."""
-    write = local.write_json
+    """Let each table that this process writes look so old, as if the clock of the disk had jumped since."""
+    write = disk._replace
 
-    def write_old(path: Path, value: Any, *, durable: bool = True) -> None:
-        write(path, value, durable=durable)
+    def write_old(path: Path, raw: bytes, **options: bool) -> None:
+        write(path, raw, **options)
         try:
             made = path.stat().st_mtime - seconds
             os.utime(path, (made, made))
         except FileNotFoundError:  # swept by another process
             return
 
-    local.write_json = write_old  # type: ignore[attr-defined]
+    disk._replace = write_old
 
 
 def shown(skews: list[Skew]) -> str:

@@ -14,7 +14,7 @@ from campaigns.durability import clocks, takeovers
 from campaigns.durability.clocks import Skew
 from pipelines.cli import main as cli
 
-TTL_S, HEARTBEAT_S, WATCH_S = 10.0, 1.0, 8.0
+TTL_S, HEARTBEAT_S = 10.0, 1.0
 """Long enough for the heartbeats of a process that loads large libraries on a busy machine."""
 
 
@@ -25,7 +25,7 @@ def command(believed: Skew) -> list[str]:
 
 def main(arguments: Sequence[str]) -> int:
     """Run a verb of `rlhf` in this process, which from now on believes what the first argument says."""
-    takeovers.short_leases(ttl_s=TTL_S, heartbeat_s=HEARTBEAT_S, watch_s=WATCH_S)
+    takeovers.short_leases(ttl_s=TTL_S, heartbeat_s=HEARTBEAT_S)
     clocks.apply(Skew(**json.loads(arguments[0])))
     return cli.main(arguments[1:])
 

@@ -156,8 +156,8 @@ def count(root: Path, stage: Callable[[], str], census: Census) -> None:
 def purpose(path: str) -> str:
     """Return what a file is for, by its path below the state folder.
 
-    >>> purpose("store/keys/ab/abcd.json")
-    'commit: record'
+    >>> purpose("store/tables/keys/abcd.json")
+    'table of a key'
     """
     parts = path.split("/")
     if parts[0] != "store" or len(parts) < 2:
@@ -165,8 +165,9 @@ def purpose(path: str) -> str:
     if parts[1] == "attempts" and len(parts) > 3:
         inside = parts[4:] if parts[3].startswith("work-") and len(parts) > 4 else parts[3:]
         return _purpose_in_attempt(inside[0], "/".join(inside[1:]))
-    names = {"keys": "commit: record", "objects": "commit: object", "leases": "lease", "roots": "labels and pins"}
-    return names.get(parts[1], parts[1])
+    if parts[1] == "tables" and len(parts) > 2:
+        return "table of a key" if parts[2] == "keys" else "labels and pins"
+    return "commit: object" if parts[1] == "objects" else parts[1]
 
 
 def _purpose_in_attempt(name: str, rest: str) -> str:
@@ -176,8 +177,6 @@ def _purpose_in_attempt(name: str, rest: str) -> str:
         return "work folder: taken over"
     if name == "ckpt":
         return "checkpoint" if not rest.startswith("step-") else "checkpoint: rename and evict"
-    if name.lstrip(".").startswith("attempt.json"):
-        return "attempts"
     return "metrics" if name.startswith("metrics") else "shards"
 
 

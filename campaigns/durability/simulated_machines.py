@@ -1,4 +1,5 @@
-"""Machines in memory: hosts, processes and their threads on one virtual clock, and one disk that all of them see.
+"""Machines in memory: hosts, processes and their threads on one virtual clock, a disk that all of them see, and a disk of
+each host.
 
 The product's code runs unchanged. While a `World` is installed, `os`, `open`, `time`, `fcntl` and the few names by which
 processes tell who and where they are lead here, for simulated processes and paths below `/sim` alone. Each change of
@@ -31,14 +32,13 @@ from unittest import mock
 
 from greenlet import getcurrent, greenlet
 
-from rlhf_core.store import checkpoints, layout, leases
-from rlhf_core.store.places import local
+from rlhf_core.store import bucket, checkpoints, disk_lock, layout, leases
 
 ROOT = "/sim"
 FIRST_DESCRIPTOR = 1 << 20
 STALE_S = 30.0
 """How long a host of a network file system may believe what it last saw of a folder."""
-MAX_OPERATIONS = 20_000
+MAX_OPERATIONS = 40_000
 CHANGES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 FLAGS = {"r": os.O_RDONLY, "w": os.O_WRONLY | os.O_CREAT | os.O_TRUNC, "a": os.O_WRONLY | os.O_CREAT | os.O_APPEND,
          "x": os.O_WRONLY | os.O_CREAT | os.O_EXCL}  # fmt: skip
@@ -57,8 +57,8 @@ class Node:
     entries: dict[str, Node] | None = None
     data: bytes = b""
     durable: Any = b""
-    lock: tuple[Process, int] | None = None
-    """The process and the descriptor that hold the lock of the file."""
+    locks: dict[tuple[Process, int], int] = field(default_factory=dict)
+    """The process and the descriptor that hold a lock of the file -> `fcntl.LOCK_EX` or `fcntl.LOCK_SH`."""
 
 
 @dataclass(eq=False)
@@ -132,6 +132,9 @@ class OfProcess:
     def add(self, one: object) -> None:
         current().process.kept.add(one)
 
+    def discard(self, one: object) -> None:
+        current().process.kept.discard(one)
+
 
 class Listing:
     """What `os.scandir` returns."""
@@ -199,8 +202,8 @@ class File(io.RawIOBase):
 def purpose(path: str) -> str:
     """Return a name for what a path is for, without digests, numbers and what is drawn.
 
-    >>> purpose("/sim/store/keys/ab/.1f2e3d4c5b6a.json.0f1e2d3c-1000-a1b2c3")
-    'keys/#/.#.json.#'
+    >>> purpose("/sim/store/tables/keys/.1f2e3d4c5b6a.json.0f1e2d3c-1000-a1b2c3")
+    'tables/keys/.#.json.#'
     """
     inside = re.sub(r"\b([0-9a-f]{2}|[0-9a-f]{6,}|\d+)\b", "#", path.removeprefix(f"{ROOT}/store").strip("/"))
     return re.sub(r"(#[.-])+(?=#)", "", inside) + (_who_locks() if path.endswith(".lock") else "")
@@ -210,15 +213,17 @@ def _who_locks() -> str:
     """Return the function for which the lock of the store is taken, as ` in commit`."""
     frame: Any = sys._getframe(3)
     while Path(frame.f_code.co_filename).parent.name not in ("store", "stage") or frame.f_code.co_name in (
-        *("alone", "_lock", "undisturbed"),
+        *("alone", "_lock", "write", "update", "_write"),
     ):
         frame = frame.f_back
     return f" in {frame.f_code.co_name}"
 
 
 class World:
-    """The disk, the clock and the processes. `strike(process, operation)` is called before each operation: it may raise,
-    kill, stop, or set `cut`, on which the power fails; `changed(process, call, path)` after a change of names.
+    """The disks, the clock and the processes.
+
+    `strike(process, call, path)` is called before each operation: it may raise, kill, stop the process, or cut the power
+    with `cut_power`. `changed(process, call, path)` is called after a change of names.
 
     With `stale` the hosts see names late, as on a network file system. `locks` is `sound`, or `of one host`: then two
     hosts do not see each other's.
@@ -227,13 +232,14 @@ class World:
     def __init__(self, seed: int, *, stale: bool = False, locks: str = "sound") -> None:
         self.random, self.scheduler = random.Random(seed), getcurrent()
         self.stale, self.locks = stale, locks
-        self.now, self.operations, self.cut = 1e9, 0, False
+        self.now, self.operations = 1e9, 0
+        self.without_power: list[str] = []
         self.numbers = iter(range(FIRST_DESCRIPTOR, 1 << 60))
         self.root = self.node(folder=True)
         self.pending: list[list[tuple[Node, str, Node | None]]] = []
         self.seen: dict[tuple[str, str], tuple[float, list[str] | None]] = {}
         self.processes: list[Process] = []
-        self.strike: Callable[[Process, str], None] = lambda process, operation: None
+        self.strike: Callable[[Process, str, str], None] = lambda process, call, path: None
         self.changed: Callable[[Process, str, str], None] = lambda process, call, path: None
 
     # ------------------------------------------------------------ processes
@@ -256,8 +262,8 @@ class World:
     def run(self) -> list[Process]:
         """Let all processes go on until they end; return those that wait for ever."""
         while True:
-            if self.cut:
-                self._cut_power()
+            while self.without_power:
+                self._lose_power(self.without_power.pop())
             for thread in [thread for one in self.processes if one.state == "gone" for thread in one.threads]:
                 with suppress(Killed):
                     thread.throw(Killed)
@@ -281,6 +287,11 @@ class World:
         current().process.end()
         raise Killed
 
+    def cut_power(self, host: str = "") -> None:
+        """End the process that runs, and all others of the host or of every host. Writes without fsync may be lost."""
+        self.without_power.append(host)
+        self.kill()
+
     def block(self, ready: Callable[[], bool], timeout: float = float("inf")) -> None:
         """Let others run until `ready` or the timeout."""
         thread = current()
@@ -294,7 +305,7 @@ class World:
         if self.operations > MAX_OPERATIONS:
             raise RuntimeError("more operations than a history has")
         self._look(0.15)
-        self.strike(current().process, f"{call} {purpose(path)}")
+        self.strike(current().process, call, path)
         if current().process.stopped_until > self.now:
             self._others()
 
@@ -314,6 +325,11 @@ class World:
 
     def node(self, *, folder: bool = False) -> Node:
         return Node(next(self.numbers), self.now, {} if folder else None, durable={} if folder else b"")
+
+    def make_folder(self, name: str) -> None:
+        """Make `/sim/<name>` on its disk. The disk of a host has the name of the host."""
+        assert self.root.entries is not None
+        self.root.entries[name] = self.root.durable[name] = self.node(folder=True)
 
     def find(self, path: str) -> Node | None:
         """Return what the disk has at a path."""
@@ -355,18 +371,20 @@ class World:
             self.seen.pop((current().process.host, seen), None)
         self.changed(current().process, call, path)
 
-    def _cut_power(self) -> None:
-        """End all processes, and keep a part that is drawn of what was not fsynced."""
-        self.cut = False
+    def _lose_power(self, host: str) -> None:
+        """End the processes of a host, or of all, and keep a random part of the writes without fsync."""
         self.seen.clear()
         for process in self.processes:
-            process.end()
+            if host in ("", process.host):
+                process.end()
+        top = self.root.durable[host] if host else self.root
+        inside = {id(folder) for folder in _folders(top)}
         kept = self.random.choice([0.0, 0.5, 0.5, 1.0])
-        for changes in self.pending:
+        for changes in [one for one in self.pending if any(id(folder) in inside for folder, _, _ in one)]:
             if self.random.random() < kept:
                 self._make_durable(changes)
-        self.pending.clear()
-        self._fall_back(self.root, kept)
+            self.pending.remove(changes)
+        self._fall_back(top, kept)
 
     def _make_durable(self, changes: list[tuple[Node, str, Node | None]]) -> None:
         for folder, name, node in changes:
@@ -407,6 +425,15 @@ class World:
         if there is not None and there.entries:
             raise OSError(errno.ENOTEMPTY, "Directory not empty", target)
         self._change("rename", target, (*self._parent(path), None), (*self._parent(target), node), old=path)
+
+    def link(self, path: str, target: str, **_: Any) -> None:
+        self.step("link", target)
+        node = self._existing(path, self.find(path))
+        folder, name = self._parent(target)
+        self.seen.pop((current().process.host, target), None)  # the answer of the server replaces what was believed
+        if name in (folder.entries or {}):
+            raise FileExistsError(errno.EEXIST, "File exists", target)
+        self._change("link", target, (folder, name, node))
 
     def unlink(self, path: str, **_: Any) -> None:
         self.step("unlink", path)
@@ -450,7 +477,7 @@ class World:
     def close(self, number: int, process: Process | None = None) -> None:
         process = process or current().process
         node, _, _ = process.open.pop(number, (self.root, "", 0))
-        node.lock = None if node.lock == (process, number) else node.lock
+        node.locks.pop((process, number), None)
 
     def fsync(self, number: int) -> None:
         node, path, _ = current().process.open[number]
@@ -466,14 +493,20 @@ class World:
         node, path, _ = process.open[number]
 
         def is_free() -> bool:
-            return node.lock is None or (self.locks == "of one host" and node.lock[0].host != process.host)
+            return not [
+                how
+                for (other, held), how in node.locks.items()
+                if (other, held) != (process, number)
+                and (how == fcntl.LOCK_EX or operation & fcntl.LOCK_EX)
+                and (self.locks != "of one host" or other.host == process.host)
+            ]
 
         self.step("flock", path)
         while not is_free():
             if operation & fcntl.LOCK_NB:
                 raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
             self.block(is_free)
-        node.lock = (process, number)
+        node.locks[process, number] = operation & ~fcntl.LOCK_NB
 
     def open_file(self, path: str, mode: str = "r", *_: Any, **__: Any) -> Any:
         raw = File(self.open(path, FLAGS[mode.strip("bt")]))
@@ -499,7 +532,7 @@ class World:
     def installed(self) -> Iterator[None]:
         """Let the names of the operating system lead here, for simulated processes alone."""
         ours: list[tuple[Any, str, Callable[..., Any]]] = [
-            *((os, name, getattr(self, name)) for name in ("mkdir", "rename", "unlink", "listdir", "utime", "open", "fsync", "close")),
+            *((os, name, getattr(self, name)) for name in ("mkdir", "rename", "link", "unlink", "listdir", "utime", "open", "fsync", "close")),
             *((os, name, self.stat) for name in ("stat", "lstat", "fstat")),
             (os, "replace", self.rename),
             (os, "rmdir", self.unlink),
@@ -511,7 +544,10 @@ class World:
             (builtins, "open", self.open_file),
         ]  # fmt: skip
         of_process: list[tuple[Any, str, Callable[..., Any]]] = [
-            *((module, "here", lambda: (current().process.host, "boot", "pids")) for module in (layout, leases)),
+            *(
+                (module, "here", lambda: (current().process.host, "boot", "pids"))
+                for module in (layout, leases, bucket)
+            ),
             (leases, "process_state", self._state),
             (leases, "process_stat", lambda number: ("R", number)),
             (layout, "is_running", lambda number: self._state(number) != "gone"),
@@ -521,6 +557,7 @@ class World:
             (time, "time", lambda: self.now + current().process.clock_offset),
             (time, "time_ns", lambda: int((self.now + current().process.clock_offset) * 1e9)),
             (time, "monotonic", lambda: self.now),
+            (time, "clock_gettime", lambda clock: self.now),
             (time, "sleep", lambda seconds: self.block(lambda: False, seconds)),
         ]
         threads = SimpleNamespace(**vars(threading) | {"Thread": Thread, "Event": Event, "Timer": _TIMER})
@@ -529,12 +566,22 @@ class World:
                 stack.enter_context(mock.patch.object(module, name, _for_paths(call, getattr(module, name))))
             for module, name, call in of_process:
                 stack.enter_context(mock.patch.object(module, name, _for_processes(call, getattr(module, name))))
-            for module in (leases, checkpoints, local):
+            for module in (leases, checkpoints, disk_lock):
                 stack.enter_context(mock.patch.object(module, "threading", threads))
-            stack.enter_context(mock.patch.object(layout, "ThreadPoolExecutor", _POOL))
-            stack.enter_context(mock.patch.object(layout, "_DURABLE", OfProcess()))
+            for module in (layout, bucket):
+                stack.enter_context(mock.patch.object(module, "ThreadPoolExecutor", _POOL))
+            for module, name in ((layout, "_DURABLE"), (leases, "_HELD")):
+                stack.enter_context(mock.patch.object(module, name, OfProcess()))
             stack.enter_context(mock.patch.object(shutil, "_use_fd_functions", False))
             yield
+
+
+def _folders(node: Node) -> Iterator[Node]:
+    """A folder and all folders below it, before and after the writes that may be lost."""
+    if node.entries is not None:
+        yield node
+        for one in {id(one): one for one in (*node.entries.values(), *node.durable.values())}.values():
+            yield from _folders(one)
 
 
 _TIMER = mock.MagicMock()

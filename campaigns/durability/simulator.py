@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 from unittest import mock
 
-from campaigns.durability.simulated_machines import ROOT, Node, Process, World, current
+from campaigns.durability.simulated_machines import ROOT, Node, Process, World, current, purpose
 from rlhf_core.errors import ArtifactError
 from rlhf_core.schema.base import Config
 from rlhf_core.stage import key
@@ -39,12 +39,16 @@ from rlhf_core.stage.run import execute
 from rlhf_core.store import leases, records
 from rlhf_core.store.artifacts import ArtifactStore, object_digest
 from rlhf_core.store.checkpoints import damaged_archive
+from rlhf_core.store.disk import DiskStore
 from rlhf_core.store.gate_decisions import GateDecisions, Question
-from rlhf_core.store.layout import MANIFEST, StoreLayout
+from rlhf_core.store.layout import MANIFEST
+from rlhf_core.store.protocol import unpack
 from rlhf_core.types import PolicyRef
 
 STORE = Path(ROOT) / "store"
-KEEP_S = 3600.0
+DAY_S = 86400.0
+KEEP_S = 3 * DAY_S
+"""The use of a result is noted once a day, so what was used within two days must be kept."""
 FAULTS = ("stop", "stop", "kill", "power cut", "EIO", "ENOSPC")
 QUESTION = Question(gate="quality", condition={"after": "counting"}, digest="0" * 64, run="night")
 _STUB: Any = mock.MagicMock(engines=dict)
@@ -67,26 +71,35 @@ class Promises:
     answers: set[str] = field(default_factory=set)
     leases: set[str] = field(default_factory=set)
     """Tokens of the leases under which a record was written."""
+    tables: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Path of the table of a key -> its value after the last write."""
 
     def changed(self, process: Process, call: str, path: str) -> None:
         """Look at the disk after a change of names."""
-        place = Path(path).relative_to(STORE).parts[0] if path != str(STORE) else ""
-        if call == "rename" and place == "keys":
-            held = self.world.find(f"{STORE}/leases/{Path(path).name}")
-            owner = _table(held.data if held else b"")
-            if (owner.get("host"), owner.get("pid")) != (process.host, process.number):
-                self.broken.append(f"{process.name} wrote a record without the lease")
-            elif owner.get("token") in self.leases:
-                self.broken.append(f"{process.name} wrote two records under one lease")
-            self.leases.add(owner.get("token", ""))
-        if place in ("keys", "objects", "quarantine"):
+        if call in ("rename", "link") and path.startswith(f"{STORE}/tables/keys/"):
+            node = self.world.find(path)
+            before, after = self.tables.get(path, {}), _table(node.data if node else b"")
+            if after.get("record") not in (None, before.get("record")):
+                self._check_writer(process, before.get("lease") or {})
+            self.tables[path] = after
+        if path.startswith((f"{STORE}/tables/keys", f"{STORE}/objects", f"{STORE}/trash", f"{STORE}/quarantine")):
             self.check_records()
+
+    def _check_writer(self, process: Process, owner: dict[str, Any]) -> None:
+        if (owner.get("host"), owner.get("pid")) != (process.host, process.number):
+            self.broken.append(f"{process.name} wrote a record without the lease")
+        elif owner["token"] in self.leases:
+            self.broken.append(f"{process.name} wrote two records under one lease")
+        self.leases.add(owner.get("token", ""))
 
     def check_records(self) -> None:
         """Every record must lead to a whole object."""
-        for name, record in self.below("keys"):
+        for name, table in self.below("tables/keys"):
+            record = _table(table.data).get("record")
+            if not record:
+                continue
+            digest = record["object"]
             try:
-                digest = json.loads(record.data)["handle"]["fields"]["digest"]
                 found = {path: hashlib.sha256(file.data).hexdigest() for path, file in self.below(_place(digest))}
                 manifest = self.world.find(f"{STORE}/{_place(digest)}/{MANIFEST}")
                 listed = {
@@ -101,18 +114,20 @@ class Promises:
     def check_kept(self) -> None:
         """What was acknowledged must be on the disk."""
         self.check_records()
-        records = {name.removesuffix(".json") for name, _ in self.below("keys")}
+        records = {
+            name.removesuffix(".json") for name, file in self.below("tables/keys") if _table(file.data).get("record")
+        }
         lost = [f"the result {key[:6]}" for key, at in self.results.items() if key not in records and self.counts(at)]
-        pins = {str(_table(file.data).get("target")) for _, file in self.below("roots/pins")}
+        pins = {str(_table(file.data).get("target")) for _, file in self.below("tables/pins")}
         pinned = {digest for digest in pins if self.world.find(f"{STORE}/{_place(digest)}/{MANIFEST}")}
         lost += [f"the pin of {digest[:6]}" for digest in self.pins - pinned]
-        answers = {_table(file.data).get("reason") for _, file in self.below("roots/gates")}
+        answers = {one["reason"] for _, file in self.below("tables/gates") for one in _table(file.data)["answers"]}
         lost += [f"the answer of {name}" for name in self.answers - answers]
         self.broken += [f"{one} is lost" for one in lost]
 
     def counts(self, at: float) -> bool:
         """Return whether `gc` has to keep what was last used then."""
-        return self.world.now - at < KEEP_S
+        return self.world.now - at < KEEP_S - DAY_S
 
     def below(self, place: str) -> Iterator[tuple[str, Node]]:
         """Yield name and node of each file below a folder of the store, but for temporary ones."""
@@ -125,11 +140,8 @@ class Promises:
 
 
 def _table(content: bytes) -> dict[str, Any]:
-    """Return what a JSON file holds, {} if it was not written to its end."""
-    try:
-        return dict(json.loads(content))
-    except ValueError:
-        return {}
+    """The value of a table, {} if it does not exist or was not written to its end."""
+    return unpack(content) or {} if content else {}
 
 
 def _place(digest: str) -> str:
@@ -203,13 +215,13 @@ def pin() -> None:
 
 
 def answer() -> None:
-    decisions, who = GateDecisions(StoreLayout(STORE)), current().process.name
+    decisions, who = GateDecisions(DiskStore(STORE)), current().process.name
     decisions.decide(decisions.ask(QUESTION, run=who, links={}), "approve", reason=who, by="ada")
     _promises.answers.add(who)
 
 
 def collect() -> None:
-    ArtifactStore(STORE).gc(dry_run=False, keep_days=KEEP_S / 86400)
+    ArtifactStore(STORE).gc(dry_run=False, keep_days=KEEP_S / DAY_S)
 
 
 def late(then: Callable[[], None]) -> Callable[[], None]:
@@ -255,7 +267,7 @@ def play(seeds: range, *, locks: str = "sound", until_broken: bool = False) -> C
     logging.disable(logging.CRITICAL)
     try:
         with (
-            mock.patch.object(leases, "POLL_SECONDS", 12.0),
+            mock.patch.object(leases, "POLL_S", 12.0),
             mock.patch.object(key, "module_digests", digests),
         ):
             for seed in range(30):
@@ -276,21 +288,22 @@ def _play(seed: int, instants: Instants, campaign: Campaign, locks: str) -> None
     source = random.Random(seed)
     world = World(seed, stale=source.random() < 0.3, locks=locks)
     promises = _promises = Promises(world)
-    assert world.root.entries is not None
-    world.root.durable["store"] = world.root.entries["store"] = world.node(folder=True)
+    world.make_folder("store")
     scene = source.choice(list(SCENES))
     faults = dict(_fault(scene, instants, source) for _ in range(2 if instants else 0))
     seen: Instants = {(scene, who): Counter() for who in (*SCENES[scene], LAST)}
 
-    def strike(process: Process, operation: str) -> None:
+    def strike(process: Process, call: str, path: str) -> None:
+        operation = f"{call} {purpose(path)}"
         seen[scene, process.name][operation] += 1
         fault = faults.get((process.name, operation, seen[scene, process.name][operation]), "")
         campaign.struck[operation, fault] += bool(fault)
         if fault == "stop":
             process.stopped_until = world.now + source.choice([30.0, 400.0, 400.0, 400.0])
-        elif fault in ("kill", "power cut"):
-            world.cut = fault == "power cut"
+        elif fault == "kill":
             world.kill()
+        elif fault == "power cut":
+            world.cut_power()
         elif fault:
             raise OSError(getattr(errno, fault), fault, str(STORE))
 

@@ -23,9 +23,9 @@ TAKEN_WITHIN_S = 8.0
 ELSEWHERE = ("another-machine", "another-boot", "another-namespace")
 
 
-def short_leases(*, ttl_s: float, heartbeat_s: float, watch_s: float) -> None:
+def short_leases(*, ttl_s: float, heartbeat_s: float) -> None:
     """Make the times of leases in this process so short that a takeover takes seconds."""
-    leases.TTL_SECONDS, leases.HEARTBEAT_SECONDS, leases.WATCH_SECONDS = ttl_s, heartbeat_s, watch_s
+    leases.TTL_S, leases.HEARTBEAT_S = ttl_s, heartbeat_s
 
 
 def be_elsewhere() -> None:
@@ -71,7 +71,7 @@ def taken_over(folder: Path, peace: Peace, number: int, seed: int, *, mlflow: bo
 def _run(setup: Setup, instant: Instant | None, elsewhere: bool) -> None:
     if elsewhere:
         be_elsewhere()
-    short_leases(ttl_s=2.0, heartbeat_s=0.3, watch_s=1.5)
+    short_leases(ttl_s=2.0, heartbeat_s=0.3)
     lives.logged(setup, instant, act=instants.stand_still)
 
 
@@ -88,7 +88,8 @@ def wrong_ends(setup: Setup, ends: list[processes.End], first: int, second: int)
 def wrong_words(ends: Sequence[processes.End], first: str, second: str) -> list[str]:
     """Return what is wrong with how two runs ended that said `first` and `second` (`Class: message`) at last."""
     wrong = [] if ends[1] == "completed" else [f"the second run {ends[1]}: {second}"]
-    clear = first.startswith("ArtifactError: lease ") and SENTENCE in first and first.endswith("; run again")
+    kind = first.partition(": lease ")[0]
+    clear = kind in ("Lost", "ArtifactError") and SENTENCE in first and first.endswith("; run again")
     if ends[0] != "completed" and not (ends[0] == "failed" and clear):
         wrong.append(f"the woken run {ends[0]}: {first}")
     return wrong

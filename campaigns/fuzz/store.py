@@ -29,9 +29,9 @@ from rlhf_core.stage.key import StageSpec, Strictness
 from rlhf_core.store import attempts
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.checkpoints import Checkpoints, damaged_archive
-from rlhf_core.store.layout import MANIFEST, write_json
-from rlhf_core.store.leases import lease_file, ourselves
-from rlhf_core.store.object_check import set_aside_record
+from rlhf_core.store.layout import MANIFEST
+from rlhf_core.store.leases import name_of, ourselves
+from rlhf_core.store.protocol import update
 from rlhf_core.store.records import Provenance
 from rlhf_core.types import ArtifactRef
 
@@ -117,7 +117,7 @@ class Target:
         store.pins()
         store.external(ArtifactRef, self._outside)
         for folder in sorted(store.layout.attempts.glob("*")):
-            checkpoints = Checkpoints(attempts.checkpoints(folder), keep_best=1)
+            checkpoints = Checkpoints(attempts.checkpoints(store.attempts(folder.name)), keep_best=1)
             checkpoints.to_resume(damaged_archive)
             checkpoints.best()
 
@@ -163,9 +163,10 @@ def make_store(store: ArtifactStore, outside: Path) -> None:
         lifecycle(config, Stages(Builder(store), seed=config.seed, runtime=config.runtime))
     record = store.records()[0]
     store.pin(record.key, note="kept")
-    write_json(store.layout.damage("0" * 64), {"key": "0" * 64, "problem": "was damaged"})
-    write_json(store.layout.key("1" * 64), json.loads(store.layout.key(record.key).read_text(encoding="utf-8")))
-    set_aside_record(store.layout, "1" * 64, "is of another key")
+    found = store.shared.read(name_of(record.key))
+    assert found is not None  # it was just recorded
+    aside = {"record": found.value["record"], "problem": "is of another key"}
+    store.shared.write(name_of("1" * 64), {"aside": aside}, None)
     outside.mkdir()
     (outside / "config.json").write_text("{}", encoding="utf-8")
     os.utime(outside / "config.json", (1e9, 1e9))
@@ -186,9 +187,6 @@ def _finish(store: ArtifactStore, spec: StageSpec, target: KeyTarget, kind: type
     for name in ["", *parts]:
         (out / name).mkdir(parents=True, exist_ok=True)
         (out / name / "content.txt").write_text(f"{spec.label} {name}\n", encoding="utf-8")
-    folder = store.layout.attempt(target.key)
-    attempt = attempts.begin(folder, label=spec.label, resumed_from=None, code=target.code)
-    attempts.end(folder, attempt, label=spec.label, status="committed", failure="", seconds=1.5)
     provenance = Provenance(
         label=spec.label,
         stage=spec.name,
@@ -204,15 +202,20 @@ def _finish(store: ArtifactStore, spec: StageSpec, target: KeyTarget, kind: type
         attempts=1,
         resumed_from=None,
     )
-    handle = store.commit(target.key, out, kind, children=parts, record=provenance)
+    with store.lease(target.key) as lease:
+        folder = store.attempts(target.key, lease)
+        attempt = attempts.begin(folder, label=spec.label, resumed_from=None, code=target.code)
+        attempts.end(folder, attempt, label=spec.label, status="committed", failure="", seconds=1.5)
+        handle = store.commit(lease, out, kind, children=parts, record=provenance)
     remember(store, spec, target)
     return handle
 
 
 def _leave(store: ArtifactStore, spec: StageSpec, target: KeyTarget) -> None:
     """Leave what a killed process leaves: a lease, an attempt that runs, checkpoints and unfinished work."""
-    folder = store.layout.attempt(target.key)
-    attempt = attempts.begin(folder, label=spec.label, resumed_from=None, code=target.code)
+    with store.lease(target.key) as lease:
+        folder = store.attempts(target.key, lease)
+        attempt = attempts.begin(folder, label=spec.label, resumed_from=None, code=target.code)
     (attempts.output(folder, attempt) / "half.txt").write_text("half", encoding="utf-8")
     (attempts.work(folder, attempt) / "shard-0.txt").write_text("a shard", encoding="utf-8")
     checkpoints = Checkpoints(attempts.checkpoints(folder), keep_last=2)
@@ -221,6 +224,6 @@ def _leave(store: ArtifactStore, spec: StageSpec, target: KeyTarget) -> None:
             (path / "weights.txt").write_text(f"step {step}", encoding="utf-8")
     checkpoints.settle()
     owner = replace(ourselves(), pid=GONE, pid_started=1)
-    write_json(lease_file(store.layout.leases, target.key), asdict(owner))
-    write_json(lease_file(store.layout.leases, "2" * 64), asdict(owner))
+    for key in (target.key, "2" * 64):
+        update(store.shared, name_of(key), lambda value: value | {"lease": asdict(owner)})
     remember(store, spec, target)

@@ -13,7 +13,7 @@ from pipelines.services.user_servers import tracking_uri
 from rlhf_core.errors import ConfigError, nearest
 from rlhf_core.store import audit
 from rlhf_core.store.artifacts import ArtifactStore
-from rlhf_core.store.places.mirror import place_of
+from rlhf_core.store.opening import place_of
 from rlhf_core.store.records import KeyRecord
 from rlhf_core.tracking.champions import model_names, read_champions
 
@@ -78,7 +78,7 @@ def used(records: Sequence[KeyRecord], by: Sequence[str]) -> list[Use]:
 def show_audit(options: argparse.Namespace) -> None:
     """Print who pinned, approved, rejected, published, rolled back or collected garbage, and when, newest first."""
     since, uri, folder = moment(options.since), tracking_uri(Home.here()), store_folder(options)
-    found = audit.deeds(ArtifactStore(folder).layout)
+    found = audit.deeds(ArtifactStore(folder).shared)
     for champions in (read_champions(uri, name) for name in model_names(uri)):
         for move in () if champions is None else champions.moves:
             to = f"{champions.name} version {move.version} ({move.digest[:12]})" if champions else ""

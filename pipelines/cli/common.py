@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from pipelines.services.home import Home
-from rlhf_core.store.places.mirror import store_root
+from rlhf_core.store.opening import store_root
 
 PIPE_WIDTH = 160
 

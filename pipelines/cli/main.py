@@ -575,7 +575,10 @@ def _store_verbs(parser: argparse.ArgumentParser) -> None:
         return verbs.add_parser(name, help=text, description=text)
 
     _json_option(command("ls", "List every artifact, newest first, with its stage, size and damage."))
-    command("verify", "Hash every file; damaged artifacts are moved to quarantine.")
+    verify = command("verify", "Read and hash every file of every artifact.")
+    verify.add_argument("--set-aside", action="store_true", help="let the next run make damaged artifacts again")
+    restore = command("restore", "Use an artifact again that verify has set aside.")
+    restore.add_argument("key", help="key of the stage, from `rlhf store ls`")
     pin = command("pin", "Protect an artifact from gc.")
     pin.add_argument("--note", default="", help="reason, kept with the pin")
     for verb in (pin, command("unpin", "Allow gc to remove an artifact again.")):

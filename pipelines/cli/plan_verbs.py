@@ -117,8 +117,9 @@ def _facts(store: ArtifactStore, stage: PlannedStage, record: KeyRecord | None) 
     if inputs:
         yield f"inputs: {', '.join(inputs)}"
     if record is None and stage.decision.key:
-        yield from (f"in quarantine: {line}" for line in store.layout.set_aside(stage.decision.key))
-    past = attempts.history(store.layout.attempt(stage.decision.key)) if stage.decision.key else []
+        problem = store.damage(stage.decision.key)
+        yield from [f"cannot be used: {problem}"] if problem else []
+    past = attempts.history(store.attempts(stage.decision.key)) if stage.decision.key else []
     if past and record is None:
         failure = f": {past[-1].failure}" if past[-1].failure else ""
         yield f"attempts: {len(past)}, the last one {past[-1].status}{failure}"

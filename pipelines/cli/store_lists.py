@@ -18,12 +18,14 @@ from pipelines.execution.key_metric import key_metric
 from pipelines.services.home import Home
 from pipelines.services.run_notes import run_records
 from rlhf_core.store import index
+from rlhf_core.store.index import SetAside
 from rlhf_core.store.layout import StoreLayout, check_schema
-from rlhf_core.store.places.mirror import open_layout, place_of
+from rlhf_core.store.opening import open_store
+from rlhf_core.store.protocol import Store
 
 LONGEST_NAME, LONGEST_RESULT = 40, 60
 MOST_ASIDE = 10
-"""Lines of what is in quarantine."""
+"""Most records that were set aside in a list."""
 
 
 def runs(options: argparse.Namespace) -> None:
@@ -31,7 +33,7 @@ def runs(options: argparse.Namespace) -> None:
     home = Home.here()
     found = run_records(home)
     if options.store or options.profile:
-        root = str(_layout(options).root.resolve())
+        root = str(_opened(options).folder.resolve())
         found = [one for one in found if one.store == root]
     else:
         check_schema(home.store)
@@ -67,15 +69,16 @@ def runs(options: argparse.Namespace) -> None:
 
 def store_ls(options: argparse.Namespace) -> None:
     """Print every artifact, newest first, with the stage that made it, its size and damage."""
-    layout = _layout(options)
-    rows, unreadable = index.rows(layout)
-    states = index.states(layout, {row.object for row in rows})
+    store = _opened(options)
+    layout = StoreLayout(store.folder)
+    rows, unreadable, aside = index.rows(store, layout)
+    states = index.states(store, layout, {row.object for row in rows})
     if options.json:
         artifacts = [asdict(row) | asdict(states[row.object]) for row in reversed(rows)]
-        aside = {"unreadable": list(map(str, unreadable)), "quarantine": layout.set_aside()}
-        print_json({"store": str(layout.root), "artifacts": artifacts, **aside})
+        rest = {"unreadable": list(map(str, unreadable)), "quarantine": [asdict(one) for one in aside]}
+        print_json({"store": store.uri, "artifacts": artifacts, **rest})
         return
-    if is_empty(layout, console):
+    if is_empty(store, console):
         return
     cells = []
     for row in reversed(rows):
@@ -94,18 +97,17 @@ def store_ls(options: argparse.Namespace) -> None:
     if damaged:
         print_line(
             console,
-            f"{damaged} damaged: `rlhf store verify` puts them into quarantine, and the next run makes them again",
+            f"{damaged} damaged: the next run makes them again, after `rlhf store verify --set-aside` at the latest",
         )
-    print_quarantine(layout, console)
+    print_aside(aside, console)
 
 
-def print_quarantine(layout: StoreLayout, console: Console) -> None:
-    """Print what is in quarantine, with its path and the reason."""
-    found = layout.set_aside()
-    for line in found[:MOST_ASIDE]:
-        print_line(console, f"in quarantine: {line}")
+def print_aside(found: Sequence[SetAside], console: Console) -> None:
+    """Print the records that were set aside, with the reason."""
+    for one in found[:MOST_ASIDE]:
+        print_line(console, f"set aside: {one}")
     if len(found) > MOST_ASIDE:
-        print_line(console, f"and {len(found) - MOST_ASIDE} more in {layout.quarantine}")
+        print_line(console, f"and {len(found) - MOST_ASIDE} more")
 
 
 def _moment(seconds: float) -> str:
@@ -129,22 +131,17 @@ def print_columns(heading: Sequence[str], rows: Sequence[Sequence[str]], console
     console.file.write("".join(f"{plain(line, also='')}\n" for line in columns(heading, rows)))
 
 
-def is_empty(layout: StoreLayout, console: Console) -> bool:
-    """Return whether the store is empty; if so, print it."""
-    if (
-        any(layout.keys.glob("*/*.json"))
-        or any(layout.objects.glob("*/*"))
-        or layout.attempts.is_dir()
-        or any(layout.quarantine.glob("*"))
-    ):
+def is_empty(store: Store, console: Console) -> bool:
+    """True if the store is empty; if so, print it."""
+    if store.versions("keys/") or any(True for _ in store.objects(but=())) or (store.folder / "attempts").is_dir():
         return False
-    state = "is empty" if layout.root.is_dir() else "does not exist yet"
-    print_line(console, f"the store {place_of(layout.root)} {state}: fill it with `rlhf run tiny/full`")
+    state = "is empty" if store.folder.is_dir() else "does not exist yet"
+    print_line(console, f"the store {store.uri} {state}: fill it with `rlhf run tiny/full`")
     return True
 
 
-def _layout(options: argparse.Namespace) -> StoreLayout:
-    """Return the layout of the store that the options name."""
+def _opened(options: argparse.Namespace) -> Store:
+    """The store that the options name."""
     root = Path(store_folder(options)).absolute()
     check_schema(root)
-    return open_layout(root)
+    return open_store(root)

@@ -1,19 +1,19 @@
-"""Look after a store (`rlhf store verify`, `pin`, `unpin`, `share`, `gc`, `push` and `pull`)."""
+"""Look after a store (`rlhf store verify`, `restore`, `pin`, `unpin`, `share`, `gc`, `push` and `pull`)."""
 
 import argparse
 
 from rich.console import Console
 
 from pipelines.cli.common import console, print_line, store_folder
-from pipelines.cli.store_lists import is_empty, print_quarantine
+from pipelines.cli.store_lists import is_empty
 from pipelines.flows.inputs import find_artifact, parts
 from pipelines.flows.profile import load_profile
 from pipelines.flows.run_rules import ProjectConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.store import audit
 from rlhf_core.store.artifacts import ArtifactStore, object_digest
-from rlhf_core.store.maintenance import KEEP_DAYS, check_days
-from rlhf_core.store.places.mirror import mirror_of, store_root
+from rlhf_core.store.collection import KEEP_DAYS, check_days
+from rlhf_core.store.opening import store_root
 from rlhf_core.store.sharing import reaching, share
 from rlhf_core.types import ArtifactRef
 
@@ -27,48 +27,58 @@ def look_after(store: ArtifactStore, options: argparse.Namespace, console: Conso
     """Verify or share the store, pin or unpin an artifact, or remove unused ones; return 1 if damage was found."""
     if options.store_verb == "gc":
         check_days(KEEP_DAYS if options.keep_days is None else options.keep_days)
-    if options.store_verb in ("verify", "gc") and is_empty(store.layout, console):
+    if options.store_verb in ("verify", "gc") and is_empty(store.shared, console):
         return 0
     if options.store_verb == "verify":
-        damage = store.verify()
-        for found in damage:
-            print_line(console, str(found))
-        said = f"{len(damage)} damaged, now in quarantine; the next run makes them again"
-        console.print(said if damage else "no damage found", highlight=False)
-        print_quarantine(store.layout, console)
-        return int(bool(damage))
-    if options.store_verb == "pin":
+        return _verify(store, options, console)
+    if options.store_verb == "restore":
+        store.restore(options.key)
+        audit.note(store.shared, "restore", options.key)
+        print_line(console, f"restored {options.key}")
+    elif options.store_verb == "pin":
         store.pin(options.target, note=options.note)
-        audit.note(store.layout, "pin", options.target, options.note)
+        audit.note(store.shared, "pin", options.target, options.note)
         print_line(console, f"pinned {options.target}")
     elif options.store_verb in ("push", "pull"):
         transfer(store, options, console)
     elif options.store_verb == "share":
-        if mirror := mirror_of(store.root):
-            raise ConfigError("store", mirror.bucket.uri, "is a bucket", "give people access to it where it is served")
+        if not store.shared.folder_is_shared:
+            raise ConfigError("store", store.shared.uri, "is a bucket", "give people access to it where it is served")
         reaching(store.root, options.group)  # before a folder is made
         store.create()
         share(store.root, options.group)
         print_line(console, f"shared {store.root} with the group {options.group}")
     elif options.store_verb == "unpin":
         store.unpin(options.target)
-        audit.note(store.layout, "unpin", options.target)
+        audit.note(store.shared, "unpin", options.target)
         print_line(console, f"unpinned {options.target}")
     else:
         _collect(store, options, console)
     return 0
 
 
+def _verify(store: ArtifactStore, options: argparse.Namespace, console: Console) -> int:
+    damage = store.verify(set_aside=options.set_aside)
+    for found in damage:
+        print_line(console, str(found))
+    if damage and options.set_aside:
+        audit.note(store.shared, "verify", f"{len(damage)} set aside")
+        said = f"{len(damage)} damaged, now set aside; the next run makes them again"
+    else:
+        said = f"{len(damage)} damaged: run `rlhf store verify --set-aside` to make them again"
+    console.print(said if damage else "no damage found", highlight=False)
+    return int(bool(damage))
+
+
 def transfer(store: ArtifactStore, options: argparse.Namespace, console: Console) -> None:
     """Copy an artifact with its record to another store (`push`), or from there (`pull`)."""
     other = ArtifactStore(store_root(options.other))
     source, target = (store, other) if options.store_verb == "push" else (other, store)
-    if not source.root.is_dir():
+    if source.shared.folder_is_shared and not source.root.is_dir():
         raise ConfigError("store", str(source.root), "does not exist", "name a store that has the artifact")
     ref = find_artifact(source, ArtifactRef, options.target, outside=False)
     record = next(one for one in source.records() if ref in (one.handle, *parts(one.handle)))
-    source.path(record.handle)  # fetched, if it lies in a bucket
-    is_new = target.adopt(record, source.layout.object(object_digest(record.handle)))
+    is_new = target.adopt(record, source.shared.fetch(object_digest(record.handle)))
     said = "copied" if is_new else "has a result of this key already"
     if (there := target.record(record.key)) is not None and there.handle.digest != record.handle.digest:
         said += f", which is another, {there.handle.digest[:12]}, and stays"
@@ -81,7 +91,7 @@ def _collect(store: ArtifactStore, options: argparse.Namespace, console: Console
     report = store.gc(options.dry_run, keep_days=wanted[0], project=project.name)
     if not report.dry_run and report.items:
         whose = f" of project {project.name}" if project.name else ""
-        audit.note(store.layout, "gc", f"{len(report.items)} items{whose}", f"unused for {wanted[0]:g} days")
+        audit.note(store.shared, "gc", f"{len(report.items)} items{whose}", f"unused for {wanted[0]:g} days")
     for item in report.items:
         print_line(console, str(item))
     for what, why in report.kept if report.dry_run else ():
@@ -89,7 +99,8 @@ def _collect(store: ArtifactStore, options: argparse.Namespace, console: Console
     for found in report.held_back:
         print_line(console, f"not readable: {found}")
     if report.held_back:
-        rule = "what these need is unknown, so records and objects are kept"
-        print_line(console, f"{rule}: run `rlhf store verify` first; fix or remove a pin by hand")
+        rule = "the results that these need are unknown, so records and objects are kept"
+        print_line(console, f"{rule}: run `rlhf store verify --set-aside` first")
     verb = "would free" if options.dry_run else "freed"
-    console.print(f"{verb} {report.bytes / 2**20:.1f} MiB in {len(report.items)} items", highlight=False)
+    removed = [item for item in report.items if item.kind != "marked"]
+    console.print(f"{verb} {report.bytes / 2**20:.1f} MiB in {len(removed)} items", highlight=False)

@@ -10,7 +10,7 @@ from pipelines.services.home import Home
 from rlhf_core.errors import ConfigError
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.gate_decisions import Answer, GateAnswer, GateDecisions, GateRequest
-from rlhf_core.store.places.mirror import store_root
+from rlhf_core.store.opening import store_root
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ def answer_gate(
     if not reason.strip():
         raise ConfigError("reason", reason, "is empty", "give a reason; it is kept with the decision")
     where, run, profile = place_of(meant.run, store)
-    decisions = GateDecisions(where.layout)
+    decisions = GateDecisions(where.shared)
     request = chosen(decisions.requests(), meant, run=run, profile=profile)
     return request, decisions.decide(request, answer, reason=reason.strip(), by=by)
 

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from pipelines.flows.run_rules import BudgetConfig
 from rlhf_core.config.runtime import RuntimeConfig
@@ -17,8 +16,8 @@ from rlhf_core.stage import stopping
 from rlhf_core.stage.key import StageSpec
 from rlhf_core.stage.stopping import RunOverBudget, StageStopped
 from rlhf_core.store.fingerprint import sha256_text
-from rlhf_core.store.layout import remove_record, write_json
-from rlhf_core.store.typed_json import Stored, read_stored
+from rlhf_core.store.protocol import Store, discard, update
+from rlhf_core.store.typed_json import Stored, stored_in
 from stages.config.propose_comparisons import ProposeComparisonsConfig
 
 HOUR = 3600.0  # in seconds
@@ -43,16 +42,16 @@ class Spent:
 
 @dataclass
 class Budget:
-    """The budget of one run; `root` is the folder of its store."""
+    """The budget of one run, whose ledger is in `store`."""
 
     config: BudgetConfig
     run: str
-    root: Path
+    store: Store
     clock: Callable[[], float] = time.monotonic
     _ledger: Ledger = field(init=False)
 
     def __post_init__(self) -> None:
-        self._ledger = read_stored(self._path, Ledger) or Ledger(run=self.run)
+        self._ledger = stored_in(self.store.recent(self._name), Ledger) or Ledger(run=self.run)
 
     def check(self) -> None:
         """Raise RunOverBudget if a part of the budget is spent."""
@@ -94,7 +93,7 @@ class Budget:
         A run without a budget leaves that of another run of the same name alone.
         """
         if self._limits():
-            remove_record(self._path)
+            discard(self.store, self._name)
 
     def _limits(self) -> list[tuple[str, float, float]]:
         """Return key, spent amount and limit of each limited part of the budget."""
@@ -119,11 +118,11 @@ class Budget:
             "gpu_seconds": self._ledger.gpu_seconds + seconds * gpus,
         }
         self._ledger = self._ledger.model_copy(update=spent)
-        write_json(self._path, self._ledger.model_dump())
+        update(self.store, self._name, lambda _: self._ledger.model_dump())
 
     @property
-    def _path(self) -> Path:
-        return self.root / "roots" / "budgets" / f"{sha256_text(self.run)}.json"
+    def _name(self) -> str:
+        return f"budgets/{sha256_text(self.run)}"
 
 
 def gpus_of(spec: StageSpec, runtime: RuntimeConfig) -> float:

@@ -85,7 +85,7 @@ Reached = tuple[int, int]
 
 def reached(store: ArtifactStore, key: str) -> Reached:
     """Return the progress of the attempts at `key`; more progress compares greater."""
-    folder = store.layout.attempt(key)
+    folder = store.attempts(key)
     checkpoint = Checkpoints(attempts.checkpoints(folder)).latest()
     entries = [attempts.latest_work(folder) / name for name in attempts.unfinished_work(folder)]
     files = sum(1 if entry.is_file() else sum(path.is_file() for path in entry.rglob("*")) for entry in entries)

@@ -156,7 +156,7 @@ class Gatekeeper:
                 return Verdict(gate, spec.label, self._question(gate, digest, said), "passed")
         question = self._question(gate, digest, said)
         if gate.otherwise == "approve":
-            request = GateDecisions(self.store.layout).find(question.id)
+            request = GateDecisions(self.store.shared).find(question.id)
             answer = None if request is None else request.answer
             outcome: Outcome = "waiting" if answer is None else "approved" if answer.answer == "approve" else "rejected"
             return Verdict(gate, spec.label, question, outcome, answer)

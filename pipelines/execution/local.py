@@ -29,7 +29,6 @@ from rlhf_core.schema import secrets
 from rlhf_core.stage.decision import Decision, starts_over, target_of
 from rlhf_core.stage.key import StageSpec
 from rlhf_core.stage.run import check_secrets, execute
-from rlhf_core.store.leases import living_owner
 from rlhf_core.types import ArtifactRef, PolicyRef, RewardModelRef
 
 logger = logging.getLogger(__name__)
@@ -137,12 +136,12 @@ class LocalExecutor:
 
     def _attach(self, spec: StageSpec) -> StageOutcome | None:
         """Wait for another process that computes the key; the stage's tracking run belongs to that process."""
-        key, leases = self.context.key_of(spec), self.context.store.layout.leases
-        owner = living_owner(leases, key)
+        key, store = self.context.key_of(spec), self.context.store
+        owner = store.living_owner(key)
         if owner is None:
             return None
         self.context.listener.started(spec.label, Decision("ATTACH", owner.claim, key, None))
-        while living_owner(leases, key) is not None:
+        while store.living_owner(key) is not None:
             time.sleep(ATTACH_POLL_S)
         return find_result(self.context, spec)
 
@@ -158,7 +157,7 @@ class LocalExecutor:
             key=key,
             params=spec.config.model_dump(mode="json"),
             tags={"stage": spec.name, **context.links},
-            fresh=starts_over(context.store, target, force=context.options.forces(spec.label)),
+            fresh=starts_over(context.store.attempts(key), target, force=context.options.forces(spec.label)),
         )
         shown = ShownTracker(inner, spec.label, context.listener)
 

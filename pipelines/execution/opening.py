@@ -19,7 +19,7 @@ from pipelines.services.user_servers import tracking_place, tracking_uri, user_p
 from rlhf_core.stage.key import Strictness
 from rlhf_core.stage.run import find
 from rlhf_core.store.artifacts import ArtifactStore
-from rlhf_core.store.places.mirror import store_root
+from rlhf_core.store.opening import store_root
 from rlhf_core.tracking.further import FurtherTrackers
 from rlhf_core.tracking.mlflow import MlflowTracker
 from rlhf_core.tracking.mlflow_client import open_client

@@ -13,7 +13,6 @@ import urllib.request
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TypeVar
 
 from pipelines.execution.budget import Budget, cpus_of, gpus_of
@@ -45,9 +44,9 @@ from rlhf_core.stage.stopping import RunBlocked, RunHalted, RunOverBudget, Stage
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.fingerprint import sha256_text
 from rlhf_core.store.gate_decisions import GateDecisions, Question, now
-from rlhf_core.store.layout import remove_record, write_json
-from rlhf_core.store.maintenance import forget_wait, note_wait
-from rlhf_core.store.typed_json import Stored, read_stored
+from rlhf_core.store.protocol import discard, update
+from rlhf_core.store.roots import forget_wait, note_wait
+from rlhf_core.store.typed_json import Stored, stored_in
 from rlhf_core.tracking.mlflow_client import FLOW_RUN_TAG
 from rlhf_core.types import ArtifactRef, PolicyRef, PreparedDataRef, RewardModelRef
 
@@ -65,7 +64,7 @@ class ForcedStages(Stored):
 
 def still_forced(options: RunOptions, config: PipelineConfig, store: ArtifactStore, *, say: bool = False) -> RunOptions:
     """Return the options without the stages that this run has forced before it waited; `say` logs which they are."""
-    note = read_stored(_path(config, store), ForcedStages)
+    note = stored_in(store.shared.recent(_forced(config)), ForcedStages)
     done = () if note is None else tuple(label for label in options.force if label in note.labels)
     left = tuple(label for label in options.force if label not in done)
     for label in done if say else ():
@@ -88,15 +87,16 @@ def note_forced(
     done = [*options.forced, *(label for label in options.force if label in finished)]
     waits = isinstance(ended, (StageWaiting, RunOverBudget))
     if waits and done:
-        write_json(_path(config, store), ForcedStages(run=config.name, labels=done).model_dump())
+        noted = ForcedStages(run=config.name, labels=done).model_dump()
+        update(store.shared, _forced(config), lambda _: noted)
     elif waits or ended is None or isinstance(ended, RunBlocked):
-        remove_record(_path(config, store))
+        discard(store.shared, _forced(config))
 
 
-def _path(config: PipelineConfig, store: ArtifactStore) -> Path:
+def _forced(config: PipelineConfig) -> str:
     # A higher budget, another gate or more workers do not make it another run.
     identity = json.dumps(keyed(config), sort_keys=True, default=str)
-    return store.root / "roots" / "forced" / f"{sha256_text(identity)}.json"
+    return f"forced/{sha256_text(identity)}"
 
 
 # ---------------------------------------------------------------- notify
@@ -188,7 +188,7 @@ class PipelineRun:
     def __post_init__(self) -> None:
         config, store = self.context.config, self.context.store
         self.gates = Gatekeeper(config.gates, store, config.name)
-        self.budget = Budget(config.budget, config.name, store.root)
+        self.budget = Budget(config.budget, config.name, store.shared)
 
     def stage(self, spec: StageSpec, show_progress: Progress) -> StageOutcome:
         """Return the outcome of a stage, from the store or by executing it; report the end to the listener.
@@ -244,7 +244,7 @@ class PipelineRun:
         if (
             "questions" in waiting.condition
         ):  # the stage's job has recorded the question; record it again with our links
-            decisions = GateDecisions(self.context.store.layout)
+            decisions = GateDecisions(self.context.store.shared)
             for asked in map(decisions.find, waiting.condition["questions"]):
                 if asked is not None:
                     self._ask(asked.question)
@@ -252,7 +252,7 @@ class PipelineRun:
 
     def _ask(self, question: Question) -> None:
         config = self.context.config
-        decisions = GateDecisions(self.context.store.layout)
+        decisions = GateDecisions(self.context.store.shared)
         decisions.ask(question, run=config.name, profile=profile_digest(config), links=self.links)
 
     def keys(self) -> list[str]:
@@ -360,11 +360,11 @@ def run_stages(
         run.gates.check()
         if not options.until:
             run.budget.close()
-            forget_wait(run.context.store.layout, config.name)
+            forget_wait(run.context.store.shared, config.name)
     except BaseException as error:
         ended = error
         if isinstance(error, StageWaiting):
-            note_wait(run.context.store.layout, config.name, run.keys())
+            note_wait(run.context.store.shared, config.name, run.keys())
         if isinstance(error, stopping.RunHalted):
             tracker.tag({"state": error.state, "state.message": str(error)})
         raise

@@ -30,7 +30,7 @@ from rlhf_core.stage.key import StageInput, StageSpec
 from rlhf_core.stage.stopping import RunHalted, StageWaiting
 from rlhf_core.store import attempts
 from rlhf_core.store.gate_decisions import Answer, GateDecisions, Question
-from rlhf_core.store.places.mirror import open_layout
+from rlhf_core.store.opening import open_store
 from rlhf_core.types import ArtifactRef, kind_of, title
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ def artifact_key(*parts: str) -> str:
 class Curves:
     """The curves of a stage, read from the file of its metrics, which grows while the stage runs in whatever process."""
 
-    def __init__(self, attempt: Callable[[], Path]) -> None:
+    def __init__(self, attempt: Callable[[], attempts.AttemptFolder]) -> None:
         self._attempt = attempt
         self._file, self._read = Path(), 0
         self._values: dict[str, list[float]] = {}
@@ -171,7 +171,7 @@ def show_halt(error: RunHalted, *, run: str) -> None:
     """Attach why a run waits or is blocked; the questions of gates with links to the form that answers them."""
     lines = [f"# {error.state}", "", str(error)]
     if isinstance(error, StageWaiting) and "questions" in error.condition:
-        decisions = GateDecisions(open_layout(Path(error.condition["store"])))
+        decisions = GateDecisions(open_store(Path(error.condition["store"])))
         found = [one for one in map(decisions.find, error.condition["questions"]) if one is not None]
         form = _quietly(_form, key="the form for answers")
         if form:

@@ -139,7 +139,7 @@ class TaskRunner:
         # since Prefect compares the identity of every value in them, down to the digests of parents.
         @task(name=spec.label, task_run_name=spec.label, cache_policy=NO_CACHE, persist_result=False)
         def stage() -> State[Any]:
-            curves = Curves(lambda: run.context.store.layout.attempt(run.context.key_of(spec)))
+            curves = Curves(lambda: run.context.store.attempts(run.context.key_of(spec)))
             progress = ProgressCard(spec.label, curves)
             try:
                 outcome = run.stage(spec, progress.show)

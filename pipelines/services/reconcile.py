@@ -11,9 +11,9 @@ from pipelines.services.links import update_links
 from pipelines.services.running import ServiceError, proven, running
 from pipelines.services.servers import private_server
 from pipelines.services.user_servers import connect_user_prefect, tracking_uri, user_prefect
-from rlhf_core.store import leases
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.layout import sweep_temporaries
+from rlhf_core.store.leases import is_gone, owner_in
 from rlhf_core.tracking import mlflow
 
 
@@ -35,13 +35,14 @@ def reconcile_all(home: Home, stores: list[ArtifactStore]) -> Iterator[str]:
 
 def reconcile_store(store: ArtifactStore) -> Iterator[str]:
     """Remove leases whose owner is gone and end the attempts of such owners; yield a line for every change."""
-    for key, gone in leases.sweep(store.layout.leases):
-        yield f"lease {key[:12]} of {gone} -> removed: its owner is gone"
-    for folder in sorted(store.layout.attempts.glob("*")):
-        ended = store.tidy(folder.name)
+    for table in store.shared.tables("keys/", damaged=[]):
+        key, owner = table.name.rpartition("/")[2], owner_in(table.value)
+        ended = store.tidy(key)
+        if owner is not None and is_gone(owner):
+            yield f"lease {key[:12]} of {owner} -> removed: its owner is gone"
         if ended is not None:
             label, attempt = ended
-            yield f"attempt {attempt.number} at {label} ({folder.name[:12]}) -> {attempt.status}: {attempt.failure}"
+            yield f"attempt {attempt.number} at {label} ({key[:12]}) -> {attempt.status}: {attempt.failure}"
     for path in sweep_temporaries(store.root):
         yield f"file {path.relative_to(store.root)} -> removed: its writer was killed"
 

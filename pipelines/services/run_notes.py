@@ -16,7 +16,7 @@ from pathlib import Path
 from pipelines.services.home import Home
 from rlhf_core.processes.identity import here, process_stat, process_state, user_name
 from rlhf_core.secrets.redaction import without_secrets
-from rlhf_core.store.layout import StoreLayout, read_json, write_json
+from rlhf_core.store.layout import read_json, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -157,9 +157,11 @@ def run_records(home: Home) -> list[RunRecord]:
 
 def runs_with(home: Home, store: Path, stage: str) -> list[RunRecord]:
     """Return the runs that have a model of this stage, which is still in the store; newest first."""
-    layout, root = StoreLayout(store), str(store.resolve())
+    from rlhf_core.store.opening import open_store  # pydantic, which `rlhf runs` does without
+
+    shared, root = open_store(store), str(store.resolve())
     found = [one for one in run_records(home) if one.store == root and stage in one.policies]
-    return [one for one in found if layout.holds(one.policies[stage])]
+    return [one for one in found if shared.has(one.policies[stage])]
 
 
 def _with_closed(found: Sequence[RunRecord]) -> Iterator[RunRecord]:

@@ -16,7 +16,7 @@ from pipelines.services.user_servers import tracking_uri
 from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.store.gate_decisions import GateDecisions
 from rlhf_core.store.layout import read_json, write_json
-from rlhf_core.store.places.mirror import open_layout
+from rlhf_core.store.opening import open_store
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ def answers_awaited(questions: Sequence[str], store: Path) -> dict[str, Any]:
 def may_go_on(condition: Mapping[str, Any], *, uri: str) -> bool:
     """Return whether the condition of a waiting run is met; `uri` is the address of MLflow."""
     if "questions" in condition:
-        decisions = GateDecisions(open_layout(Path(condition["store"])))
+        decisions = GateDecisions(open_store(Path(condition["store"])))
         found = (decisions.find(question) for question in condition["questions"])
         return any(one is not None and one.answer is not None for one in found)
     # MLflow, 3 s: only a run that waits for annotators needs it here.

@@ -40,7 +40,7 @@ from rlhf_core.stage.key import StageInput, StageSpec, Strictness
 from rlhf_core.store import attempts
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.layout import read_json, write_json
-from rlhf_core.store.places.mirror import place_of, store_root
+from rlhf_core.store.opening import place_of, store_root
 from rlhf_core.store.records import restore_handle, stored_handle
 from rlhf_core.types import ArtifactRef
 
@@ -423,7 +423,7 @@ def _next_number(store: ArtifactStore, key: str, known: list[Job]) -> int:
     names = [path.name for path in _jobs_folder(store, key).glob("*")]
     names += [job.id for job in known if key[:12] in job.id]
     numbers = [int(name.rpartition("-a")[2]) for name in names if name.rpartition("-a")[2].isdecimal()]
-    numbers += [attempt.number for attempt in attempts.history(store.layout.attempt(key))]
+    numbers += [attempt.number for attempt in attempts.history(store.attempts(key))]
     return max(numbers, default=0) + 1
 
 

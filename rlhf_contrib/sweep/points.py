@@ -415,7 +415,7 @@ def check_approved(
         found += f"; {what}: {', '.join(named(result.point) for result in some)}" if some else ""
     digest = best.digests[goal.label]
     question = Question(gate=gate.title, condition=condition(gate), digest=digest, found=found, run=run)
-    decisions = GateDecisions(store.layout)
+    decisions = GateDecisions(store.shared)
     request = decisions.find(question.id)
     if request is None or request.answer is None:
         decisions.ask(question, run=run, profile=profile, links={})

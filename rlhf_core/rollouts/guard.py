@@ -311,7 +311,7 @@ class Pause:
     def answer(self, context: StageContext) -> GateAnswer:
         """Return the decision; raise StageWaiting, with the question as its condition, if there is none."""
         question = self.question(context)
-        request = GateDecisions(context.store.layout).find(question.id)
+        request = GateDecisions(context.store.shared).find(question.id)
         if request is None or request.answer is None:
             context.checkpoints.settle()  # before the engines are released, because they may still be writing
             context.wait(

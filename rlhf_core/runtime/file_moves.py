@@ -4,7 +4,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from rlhf_core.store.places.place import Place
+from rlhf_core.store.node_folders import NodeFolder
 
 
 class FileMoves:
@@ -23,6 +23,6 @@ class FileMoves:
         """The result of a move, once, in a tuple. None while the move runs. Raises its error."""
         return (self._moves.pop(name).result(),) if self._moves[name].done() else None
 
-    def fetch(self, place: Place) -> None:
+    def fetch(self, place: NodeFolder) -> None:
         """Start to fetch the files of a place to this node."""
         self.move(f"fetch {place.inside}", place.folder)

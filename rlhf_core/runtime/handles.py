@@ -21,9 +21,10 @@ from rlhf_core.runtime.placement import GpuSharing
 from rlhf_core.runtime.weight_sync import DeviceWeights, StoredWeights
 from rlhf_core.runtime.worker_group import WorkerGroup
 from rlhf_core.sequences import Samples, Sequences, Subset, offsets_of, take
+from rlhf_core.store.checkpoint_parts import note_elsewhere, parts_elsewhere
 from rlhf_core.store.checkpoints import write_part
-from rlhf_core.store.places.mirror import Damaged
-from rlhf_core.store.places.place import Place, named, note_elsewhere, parts_elsewhere
+from rlhf_core.store.node_folders import NodeFolder, named
+from rlhf_core.store.protocol import Damaged, Gone
 from rlhf_core.training.batching import reduce, shares, step_counts
 from rlhf_core.types import Completion, SamplingRequest
 
@@ -101,7 +102,7 @@ class RayTrainer:
         for rank in away:
             write_part(folder, f"uploaded_{rank:05d}", functools.partial(self._deliver, place, folder, rank))
 
-    def _deliver(self, place: Place, folder: Path, rank: int) -> None:
+    def _deliver(self, place: NodeFolder, folder: Path, rank: int) -> None:
         """Wait until a rank has uploaded its part of a checkpoint, and note it there."""
         waits = folder / f".waits-{rank:05d}"  # grows meanwhile, or the disk would seem to stand still
 
@@ -118,11 +119,11 @@ class RayTrainer:
         self._call("load", self._readable(folder))
 
     def damage(self, folder: Path) -> str:
-        """Return what the first rank that found damage in its files says, or "". Files that the bucket has lost count, too."""
+        """Return what the first rank that found damage in its files says, or "". Uploaded files that are lost count, too."""
         try:
             readable = self._readable(folder)
-        except Damaged as error:
-            return error.problem
+        except (Damaged, Gone) as error:
+            return str(error)
         return next(filter(None, self._call("damage", readable)), "")
 
     def export(self, folder: Path) -> None:
@@ -132,12 +133,12 @@ class RayTrainer:
         if place and 0 in away:
             place.receive(self._workers.moved(0, place.inside))
 
-    def _placed(self, folder: Path) -> tuple[Place | None, list[int]]:
-        """Return the place of a folder in a mirror, and the ranks that are on other nodes."""
+    def _placed(self, folder: Path) -> tuple[NodeFolder | None, list[int]]:
+        """The folder as other nodes find it, and the ranks that are on other nodes."""
         place = named(folder)
         return place, self._workers.away(self._role, place)
 
-    def _readable(self, folder: Path) -> Path | Place:
+    def _readable(self, folder: Path) -> Path | NodeFolder:
         """Return a folder for all ranks: a place if some are on other nodes, or have been when it was written."""
         place, away = self._placed(folder)
         if place is None or not (away or parts_elsewhere(folder)):

@@ -24,7 +24,7 @@ from rlhf_core.runtime.sample_worker import SampleWorker
 from rlhf_core.runtime.train_worker import TrainWorker
 from rlhf_core.runtime.weight_sync import choose_transfer
 from rlhf_core.runtime.worker_group import WorkerGroup
-from rlhf_core.store.places.place import named
+from rlhf_core.store.node_folders import named
 
 logger = logging.getLogger(__name__)
 

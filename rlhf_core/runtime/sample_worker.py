@@ -20,7 +20,7 @@ from rlhf_core.runtime.packed_completions import PackedCompletions, PackedReques
 from rlhf_core.runtime.ray_settings import ray
 from rlhf_core.runtime.samplers import reopen_sampler, sampler_engine
 from rlhf_core.runtime.weight_sync import StoredWeights
-from rlhf_core.store.places.place import Place
+from rlhf_core.store.node_folders import NodeFolder
 from rlhf_core.types import SamplingRequest
 
 # ---------------------------------------------------------------- Run work at low priority, so that it does not slow down other threads
@@ -85,7 +85,7 @@ class SampleWorker(FileMoves):
         """Return the GPUs that Ray gave this process or a train worker has lent it, as `node:index`."""
         return self._lent or own_gpus()
 
-    def open(self, policy: Path | Place, transfer: Transfer) -> dict[str, str]:
+    def open(self, policy: Path | NodeFolder, transfer: Transfer) -> dict[str, str]:
         """Serve `policy`, a folder of this node or of a place, from version 0; return the versions of the engines that serve it.
 
         `transfer` is the same in every call. Raises ConfigError if the engine would not compute on the GPUs that were
@@ -93,7 +93,7 @@ class SampleWorker(FileMoves):
         """
         self._check_gpus()
         warm, self._sampler = self._sampler, None  # not kept if opening fails
-        folder = policy.folder() if isinstance(policy, Place) else policy
+        folder = policy.folder() if isinstance(policy, NodeFolder) else policy
         opened = reopen_sampler(warm, folder, self._config, threads=self._threads, transfer=transfer)
         self._sampler = opened
         return opened.versions()

@@ -22,10 +22,10 @@ from rlhf_core.runtime.ray_settings import ray
 from rlhf_core.runtime.shared_sequences import SharedSequences
 from rlhf_core.runtime.weight_sync import DeviceSender, StagedWeights, StoredWeights
 from rlhf_core.sequences import Subset
+from rlhf_core.store.checkpoint_parts import Parts
 from rlhf_core.store.checkpoints import wait_for_parts
 from rlhf_core.store.layout import remove_tree
-from rlhf_core.store.places.mirror import Files
-from rlhf_core.store.places.place import Place
+from rlhf_core.store.node_folders import NodeFolder
 
 if TYPE_CHECKING:
     from rlhf_core.runtime.hosted_models import HostedModels
@@ -51,7 +51,7 @@ def _of_lease(
 ) -> Callable[Concatenate[TrainWorker, str, P], T]:
     """Return a worker method that takes the name of a lease and calls `method` of that lease's trainer.
 
-    Weights that are still to be sent are copied before a method that `changes` them. A `Place` is opened on this node, and
+    Weights that are still to be sent are copied before a method that `changes` them. A `NodeFolder` is opened on this node, and
     sequences in the object store are mapped.
     """
 
@@ -70,7 +70,7 @@ def _of_lease(
 def open_here(argument: Any) -> Any:
     """The argument on this node: the folder of a place, and sequences in the object store as mapped arrays."""
     match argument:
-        case Place():
+        case NodeFolder():
             return argument.folder()
         case SharedSequences():
             return argument.map()
@@ -80,11 +80,11 @@ def open_here(argument: Any) -> Any:
             return argument
 
 
-def _path(folder: Path | Place) -> Path:
-    return folder.root / folder.inside if isinstance(folder, Place) else folder
+def _path(folder: Path | NodeFolder) -> Path:
+    return folder.root / folder.inside if isinstance(folder, NodeFolder) else folder
 
 
-def _upload(place: Place, scratch: Path) -> Files:
+def _upload(place: NodeFolder, scratch: Path) -> Parts:
     wait_for_parts(scratch)
     return place.upload(scratch)
 
@@ -163,12 +163,12 @@ class TrainWorker(FileMoves):
 
     # ------------------------------------------------------------ leases
 
-    def sees(self, place: Place) -> bool:
+    def sees(self, place: NodeFolder) -> bool:
         """Return whether this process reads and writes the folder itself, and not a copy on another node."""
         return place.is_here
 
     def open(
-        self, lease: str, model: ModelSpec, optimizer: OptimizerConfig | None, place: Place | None = None
+        self, lease: str, model: ModelSpec, optimizer: OptimizerConfig | None, place: NodeFolder | None = None
     ) -> dict[str, str]:
         """Load `model` under the name `lease`, from `place` if given; return the versions of the engines that serve it.
 
@@ -229,18 +229,18 @@ class TrainWorker(FileMoves):
     load = _of_lease(RankTrainer.load, changes=True)
     damage = _of_lease(RankTrainer.damage)
 
-    def save(self, lease: str, folder: Path | Place) -> None:
+    def save(self, lease: str, folder: Path | NodeFolder) -> None:
         """Save into the folder; if it is on another node, this rank's part is uploaded: `moved` returns the files."""
-        if isinstance(folder, Place) and not folder.is_here:
+        if isinstance(folder, NodeFolder) and not folder.is_here:
             scratch = folder.scratch()
             self._trainer(lease).save(scratch)
             self.move(folder.inside, partial(_upload, folder, scratch))
         else:
             self._trainer(lease).save(_path(folder))
 
-    def export(self, lease: str, folder: Path | Place) -> None:
+    def export(self, lease: str, folder: Path | NodeFolder) -> None:
         """Export into the folder; if it is on another node, rank 0 uploads the files, which `moved` returns."""
-        if not isinstance(folder, Place) or folder.is_here:
+        if not isinstance(folder, NodeFolder) or folder.is_here:
             self._trainer(lease).export(_path(folder))
             return
         scratch = folder.scratch()

@@ -20,7 +20,7 @@ from rlhf_core.errors import (
 from rlhf_core.runtime.ray_settings import ray
 from rlhf_core.runtime.shared_sequences import SharedSequences
 from rlhf_core.sequences import Sequences
-from rlhf_core.store.places.place import Place
+from rlhf_core.store.node_folders import NodeFolder
 
 LOOK_EVERY_S = 1.0
 """Seconds between checks, during a call, that Ray itself is still there."""
@@ -66,7 +66,7 @@ class WorkerGroup:
         self._begun: dict[Any, float] = {}
         """Call that `begin` started -> when, by the monotonic clock."""
         self._away: dict[str, list[int]] = {}
-        """Mark of a mirror -> ranks that do not see it."""
+        """Mark of a cache -> ranks that do not see it."""
 
     @property
     def broken(self) -> bool:
@@ -89,7 +89,7 @@ class WorkerGroup:
             refs = dict(enumerate(getattr(actor, method).remote(*args, **keywords) for actor, args in pairs))
             return list(self._gather(role, method, refs).values())
 
-    def fetch(self, role: str, place: Place | None) -> None:
+    def fetch(self, role: str, place: NodeFolder | None) -> None:
         """Let the nodes of all actors get the files of a place, however long that takes."""
         if place is None:
             return
@@ -138,8 +138,8 @@ class WorkerGroup:
             self._begun = {ref: self._begun[ref] for ref in running.values()}  # the others were given up
             return self._gather(role, method, running, enough=1)
 
-    def away(self, role: str, place: Place | None) -> list[int]:
-        """Return the ranks that do not see the mirror in which a place was named: they are on other nodes."""
+    def away(self, role: str, place: NodeFolder | None) -> list[int]:
+        """Return the ranks that do not see the cache in which a folder was named: they are on other nodes."""
         if place is None:
             return []
         if place.mark not in self._away:

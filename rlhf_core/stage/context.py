@@ -9,7 +9,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
 
-from rlhf_core.errors import ArtifactError
 from rlhf_core.interfaces import Runtime, StageTracker
 from rlhf_core.processes.identity import user_name
 from rlhf_core.schema.base import Config, CustomFunction
@@ -57,20 +56,12 @@ class RunningAttempt:
         return time.monotonic() - self.clock
 
     def still_ours(self) -> None:
-        """Raise ArtifactError after a takeover by another process, or if damage of an input was found meanwhile.
+        """Raise ArtifactError after a takeover by another process.
 
         An unreadable lease passes; commits check again.
         """
         if not self.lease.may_be_ours():
             self.lease.check()
-        self.check_unharmed()
-
-    def check_unharmed(self) -> None:
-        """Raise ArtifactError if an input was found damaged since the attempt began."""
-        for item in attempts.history(self.work.parent):
-            if item.number == self.attempt.number and item.harmed:
-                name = f"attempt {item.number}"
-                raise ArtifactError(f"{self.spec.label}.inputs", name, f"was {item.harmed}", "run it again")
 
     def provenance(
         self, metrics: Mapping[str, float], engines: dict[str, str], failed: dict[str, Failed], unseen: tuple[str, ...]
@@ -226,7 +217,7 @@ class StageContext:
         """
         self.store.check_inputs(self._run.spec.refs())
         return self.store.commit(
-            self.key,
+            self._run.lease,
             self.out,
             kind,
             children=children,
@@ -237,7 +228,5 @@ class StageContext:
                 watch.noted(Path(self.notes)),
             ),
             parents=tuple(dict.fromkeys(ref.digest for ref in self._run.spec.refs())),
-            lease=self._run.lease,
-            fence=self._run.check_unharmed,
             pin=pin,
         )

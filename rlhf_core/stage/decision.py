@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, ValidationError
 
 from rlhf_core.config.former_names import present_name
 from rlhf_core.secrets.redaction import hidden
@@ -19,10 +19,8 @@ from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.checkpoints import Checkpoints
 from rlhf_core.store.failures import failure_settings, misfit, noted
 from rlhf_core.store.fingerprint import canonical_json
-from rlhf_core.store.layout import read_json, write_json
-from rlhf_core.store.leases import living_owner
 from rlhf_core.store.records import KeyRecord, other_versions, versions
-from rlhf_core.store.typed_json import Stored, read_stored
+from rlhf_core.store.typed_json import Stored
 
 Action = Literal["HIT", "ATTACH", "RESUME", "RUN", "BLOCKED"]
 
@@ -86,7 +84,7 @@ def decide(
         record = fitting_record(store, spec, target.key)
         if record is not None:
             return hit(target, record)
-        owner = living_owner(store.layout.leases, target.key)
+        owner = store.living_owner(target.key)
         if owner is not None:
             return Decision("ATTACH", owner.claim, target.key, None)
     return decide_work(store, spec, target, force=force)
@@ -124,7 +122,7 @@ def _fitting(store: ArtifactStore, spec: StageSpec, target: Target) -> Target:
             return take
         payload = target.payload | {"take": number}
         take = replace(target, key=payload_key(payload), payload=payload)
-        if not store.layout.key(take.key).exists():
+        if store.record(take.key) is None:
             break
     return target
 
@@ -158,7 +156,7 @@ def hit(target: Target, record: KeyRecord) -> Decision:
 
 def decide_work(store: ArtifactStore, spec: StageSpec, target: Target, *, force: bool) -> Decision:
     """Return RESUME or RUN for a key that has no usable record and no living owner."""
-    folder = store.layout.attempt(target.key)
+    folder = store.attempts(target.key)
     past = attempts.history(folder)
     if force and not _goes_on(past, target):
         changed = changed_modules(past[-1].code, target.code) if _may_go_on(past) else []
@@ -166,8 +164,6 @@ def decide_work(store: ArtifactStore, spec: StageSpec, target: Target, *, force:
             "RUN", f"forced; code changed ({_first(changed, 2)})" if changed else "forced", target.key, None
         )
     number = past[-1].number if past else 0
-    if past and past[-1].harmed:
-        return Decision("RUN", f"attempt {number} was {past[-1].harmed}", target.key, None)
     changed = changed_modules(past[-1].code, target.code) if past and past[-1].code else []
     failed = noted(attempts.latest_work(folder), {})
     notes = [f"its code has changed since ({_first(changed, 2)})"] if changed else []
@@ -183,16 +179,16 @@ def decide_work(store: ArtifactStore, spec: StageSpec, target: Target, *, force:
     return Decision("RUN", why, target.key, None)
 
 
-def starts_over(store: ArtifactStore, target: Target, *, force: bool) -> bool:
+def starts_over(folder: attempts.AttemptFolder, target: Target, *, force: bool) -> bool:
     """Return whether an attempt at the target's key ignores the work of earlier ones.
 
-    It does if `force` is set, if the last attempt committed, or if an input of it was found damaged. A forced attempt that
-    waits goes on, unless the code has changed.
+    It does if `force` is set, or if the last attempt committed. A forced attempt that waits goes on, unless the code has
+    changed.
     """
-    past = attempts.history(store.layout.attempt(target.key))
+    past = attempts.history(folder)
     if force and not _goes_on(past, target):
         return True
-    return bool(past) and (past[-1].status == "committed" or bool(past[-1].harmed))
+    return bool(past) and past[-1].status == "committed"
 
 
 def _goes_on(past: Sequence[attempts.Attempt], target: Target) -> bool:
@@ -213,13 +209,22 @@ def remember(store: ArtifactStore, spec: StageSpec, target: Target) -> None:
     """
     table = {"label": spec.label, "key": target.key, "payload": target.payload, "code": target.code}
     try:
-        for path in {store.layout.label(spec.label), store.layout.label(spec.label, spec.pipeline)}:
-            last = read_stored(path, _Note)
-            made = "" if last is None else last.key if store.layout.key(last.key).exists() else last.made
-            if read_json(path) != json.loads(json.dumps(table | {"made": made})):
-                write_json(path, table | {"made": made}, durable=False)
+        for pipeline in {"", spec.pipeline}:
+            last = _note(store, spec.label, pipeline)
+            made = "" if last is None else last.key if store.record(last.key) is not None else last.made
+            noted = json.loads(json.dumps(table | {"made": made}))
+            if store.label(spec.label, pipeline) != noted:
+                store.note_label(spec.label, pipeline, noted)
     except OSError as error:
         logger.warning("%s: could not record its current key and configuration: %s", spec.label, error)
+
+
+def _note(store: ArtifactStore, label: str, pipeline: str) -> _Note | None:
+    found = store.label(label, pipeline)
+    try:
+        return None if found is None else _Note.model_validate(found)
+    except ValidationError:
+        return None
 
 
 def last_record(store: ArtifactStore, spec: StageSpec) -> KeyRecord | None:
@@ -241,12 +246,11 @@ def _why_run(store: ArtifactStore, spec: StageSpec, target: Target, past: list[a
     if past:
         failure = f" ({past[-1].failure})" if past[-1].failure else ""
         return f"attempt {past[-1].number} left no checkpoint{failure}"
-    path = store.layout.label(spec.label, spec.pipeline)
-    last = read_stored(path, _Note)
-    if last is None and path.exists():
+    last = _note(store, spec.label, spec.pipeline)
+    if last is None and store.label(spec.label, spec.pipeline) is not None:
         return "the record of its last configuration cannot be read"
     if last is None:
-        return f"first run of {spec.pipeline}" if store.layout.label(spec.label).exists() else "first run"
+        return f"first run of {spec.pipeline}" if store.label(spec.label) is not None else "first run"
     if last.key == target.key:
         return _lost(store, target.key)
     made = store.record(last.key) if "environment" in target.payload else None

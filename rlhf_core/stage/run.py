@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from contextlib import suppress
 
 from rlhf_core.errors import ArtifactError
 from rlhf_core.interfaces import Runtime, StageTracker
@@ -23,23 +23,27 @@ from rlhf_core.stage.decision import (
 from rlhf_core.stage.key import StageSpec, Strictness, stage_module
 from rlhf_core.store import attempts
 from rlhf_core.store.artifacts import ArtifactStore
-from rlhf_core.store.attempts import Attempt, Status
+from rlhf_core.store.attempts import Attempt, AttemptFolder, Status
 from rlhf_core.store.checkpoints import Checkpoints
 from rlhf_core.store.failures import failure_settings
 from rlhf_core.store.layout import CHECKPOINTS, naming_disk_errors
-from rlhf_core.store.leases import Lease, Owner
+from rlhf_core.store.leases import Lease, Lost, Owner
 from rlhf_core.store.records import KeyRecord
 from rlhf_core.types import ArtifactRef
 
 logger = logging.getLogger(__name__)
+
+LISTED_S = 30.0
+"""How old a listing of the store may be that says that a result exists. A lease reads the store again."""
 
 
 def find(
     store: ArtifactStore, spec: StageSpec, *, strict: Strictness = Strictness()
 ) -> tuple[KeyRecord, Decision] | None:
     """Return the record and the HIT of a stage whose artifact is in the store; None if the stage must run."""
-    target = target_of(store, spec, strict=strict)
-    return _take(store, spec, target)
+    with store.snapshot(within_s=LISTED_S):
+        target = target_of(store, spec, strict=strict)
+        return _take(store, spec, target)
 
 
 def execute(
@@ -67,8 +71,9 @@ def execute(
             on_decision(decision)
         return decision
 
-    target = target_of(store, spec, strict=strict)
-    found = None if force else _take(store, spec, target)
+    with store.snapshot(within_s=LISTED_S):
+        target = target_of(store, spec, strict=strict)
+        found = None if force else _take(store, spec, target)
     if found is not None:
         return found[0].handle, reported(found[1])
 
@@ -82,6 +87,8 @@ def execute(
         if found is not None:
             return found[0].handle, attached[0] if attached else reported(found[1])
         check_secrets(spec)
+        if not starts_over(store.attempts(target.key, lease), target, force=force):
+            store.bring_work(lease)
         decision = reported(decide_work(store, spec, target, force=force))
         remember(store, spec, target)
         run = _begin(store, spec, target, lease, decision, force=force, tracking=tracking)
@@ -113,24 +120,25 @@ def _begin(
     tracking: Mapping[str, str],
 ) -> RunningAttempt:
     """Record a new attempt; if it starts over, remove the work of earlier ones first."""
-    folder = store.layout.attempt(target.key)
+    folder = store.attempts(target.key, lease)
     store.check_inputs(spec.refs())
-    with lease.undisturbed():  # a process suspended here could otherwise take or share the work of its successor
-        anew = starts_over(store, target, force=force)
-        if anew:
-            attempts.clear(folder, keep_metrics=False)
-        ended = [item.seconds for item in attempts.history(folder) if item.status != "committed"]
-        attempt = attempts.begin(
-            folder,
-            label=spec.label,
-            resumed_from=decision.step,
-            code=target.code,
-            inputs=tuple(ref.uri for ref in spec.refs()),
-            forced=force,
-            continues=force and not anew,
-        )
-        logged = attempts.logged_steps(folder)
-        past = attempts.history(folder)
+    anew = starts_over(folder, target, force=force)
+    if anew:
+        lease.forget_work()
+        last = attempts.history(folder)[-1:]  # the work of a process that has taken over meanwhile has a later number
+        attempts.clear(folder, keep_metrics=False, until=last[0] if last else None)
+    ended = [item.seconds for item in attempts.history(folder) if item.status != "committed"]
+    attempt = attempts.begin(
+        folder,
+        label=spec.label,
+        resumed_from=decision.step,
+        code=target.code,
+        inputs=tuple(ref.uri for ref in spec.refs()),
+        forced=force,
+        continues=force and not anew,
+    )
+    logged = attempts.logged_steps(folder)
+    past = attempts.history(folder)
     return RunningAttempt(
         spec=spec,
         target=target,
@@ -158,7 +166,7 @@ def _finish(
     store: ArtifactStore, run: RunningAttempt, runtime: Runtime, tracker: StageTracker, progress: Progress
 ) -> ArtifactRef:
     """Run the attempt and record how it ended; after the commit, remove the work that it resumed from."""
-    folder = store.layout.attempt(run.target.key)
+    folder = store.attempts(run.target.key, run.lease)
     context = StageContext(
         label=run.spec.label,
         key=run.target.key,
@@ -172,7 +180,7 @@ def _finish(
         progress=progress,
         _run=run,
     )
-    with store.keeping(run.target.key, run.attempt.number, run.work):
+    with store.keeping(run.lease, run.attempt.number, run.work):
         handle = _call(store, run, context)
     try:
         context.checkpoints.settle()
@@ -183,7 +191,8 @@ def _finish(
     except ArtifactError as error:  # after the commit: the result exists, also for the process that took over
         logger.warning("%s: %s", run.spec.label, error)
     attempts.clear(folder, keep_metrics=True, until=run.attempt)
-    store.forget_work(run.target.key)
+    with suppress(Lost):  # the result exists: who took over removes the rest
+        run.lease.forget_work()
     attempts.give_way(folder, run.attempt)
     return handle
 
@@ -196,7 +205,7 @@ def _call(store: ArtifactStore, run: RunningAttempt, context: StageContext) -> A
     except BaseException as error:
         safe = hide_in(error)  # from here on the error is recorded and shown
         context.checkpoints.settle_after(error)
-        _note_failure(store.layout.attempt(run.target.key), run, safe)
+        _note_failure(store.attempts(run.target.key, run.lease), run, safe)
         if safe is error:
             raise
         raise safe from None
@@ -214,7 +223,7 @@ def _check_committed(store: ArtifactStore, run: RunningAttempt, handle: object) 
         raise ArtifactError(name, handle, rule, "return what context.commit gave")
 
 
-def _note_failure(folder: Path, run: RunningAttempt, error: BaseException) -> None:
+def _note_failure(folder: AttemptFolder, run: RunningAttempt, error: BaseException) -> None:
     """Record how the attempt failed. Raises ArtifactError if another process has taken over and owns the history."""
     status: Status = "failed" if isinstance(error, Exception) else "interrupted"
     by_signal = isinstance(error, KeyboardInterrupt) or not (isinstance(error, Exception) or str(error))
@@ -228,7 +237,6 @@ def _note_failure(folder: Path, run: RunningAttempt, error: BaseException) -> No
         logger.error("%s: could not record how attempt %d failed: %s", run.spec.label, run.attempt.number, full)
 
 
-def _end(folder: Path, run: RunningAttempt, *, status: Status, failure: str, halted: bool = False) -> None:
+def _end(folder: AttemptFolder, run: RunningAttempt, *, status: Status, failure: str, halted: bool = False) -> None:
     label, seconds = run.spec.label, run.seconds()
-    with run.lease.undisturbed():
-        attempts.end(folder, run.attempt, label=label, status=status, failure=failure, seconds=seconds, halted=halted)
+    attempts.end(folder, run.attempt, label=label, status=status, failure=failure, seconds=seconds, halted=halted)

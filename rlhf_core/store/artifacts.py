@@ -1,16 +1,16 @@
 """The artifact store: immutable folders addressed by their content, and key records of the stages that made them.
 
-A folder without a manifest is not an artifact, and an object without a key record does not exist yet: the record,
-written last and atomically, is the only commit point. A crash at any instant leaves either no result or a whole one.
+The record, written last and by compare-and-set, is the only commit point. A crash at any instant leaves either no result or a
+complete one. Stages get folders; whether the store lies on a disk or in a bucket is hidden behind `rlhf_core.store.protocol`.
 """
 
-import errno
+import json
 import logging
 import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,8 +18,10 @@ from typing import Any, TypeVar
 from pydantic import Field
 
 from rlhf_core.errors import ArtifactError
-from rlhf_core.store import attempts, leases, maintenance
-from rlhf_core.store.attempts import Attempt
+from rlhf_core.store import attempts, collection, roots
+from rlhf_core.store.attempts import Attempt, AttemptFolder
+from rlhf_core.store.collection import KEEP_DAYS, Damage, GcReport, note_use
+from rlhf_core.store.earlier import stored_record
 from rlhf_core.store.fingerprint import (
     FileEntry,
     hash_files,
@@ -34,29 +36,22 @@ from rlhf_core.store.layout import (
     FORBIDDEN,
     MANIFEST,
     StoreLayout,
-    bring,
     check_schema,
-    fsync_path,
     fsync_tree,
     make_folder,
-    make_read_only,
     mark_schema,
-    move,
     naming_disk_errors,
     object_of,
     remove_tree,
     write_json,
 )
-from rlhf_core.store.leases import Lease, Owner
-from rlhf_core.store.maintenance import Damage, GcReport
-from rlhf_core.store.mirror_upkeep import collect_mirror, verify_mirror
-from rlhf_core.store.object_check import object_damage, quarantine_object, set_aside_record
-from rlhf_core.store.places import unfinished
-from rlhf_core.store.places.local import alone
-from rlhf_core.store.places.mirror import Mirror, mirror_of
+from rlhf_core.store.leases import Lease, Owner, hold, living_owner, name_of, owner_in
+from rlhf_core.store.opening import open_store
+from rlhf_core.store.protocol import Conflict, DamagedTable, Gone, update
 from rlhf_core.store.records import KeyRecord, Provenance, parse_record
 from rlhf_core.store.sharing import give_made, open_to_group
 from rlhf_core.store.typed_json import Stored, read_stored
+from rlhf_core.store.unfinished import bring_work, keeping, note_holder
 from rlhf_core.types import ArtifactRef, kind_of
 
 logger = logging.getLogger(__name__)
@@ -65,16 +60,6 @@ R = TypeVar("R", bound=ArtifactRef)
 _STORE = "store://"
 _FILE = "file://"
 _SETTLED_NS = 2_000_000_000  # two seconds, the coarsest resolution of timestamps (FAT)
-
-
-class _DamageNote(Stored):
-    problem: str
-
-
-class _LabelNote(Stored):
-    key: str = Field(pattern=r"^[0-9a-f]{64}$")
-    made: str = ""
-    """Key of the last result, while `key` is that of an attempt which has none yet."""
 
 
 class _RememberedFile(Stored):
@@ -89,10 +74,10 @@ class _Memory(Stored):
 
 
 class ArtifactStore:
-    """A store in the local folder `root`, shared by all processes that see that folder.
+    """The store in the folder `root`, or in the bucket that this folder caches.
 
-    The folder may mirror a bucket that all nodes share (`rlhf_core.store.places.mirror`). Opening it writes nothing, but sets the umask for one that a group shares (`rlhf_core.store.sharing`): the folder is
-    created by `create`, or by the first lease or commit. Raises ArtifactError if a newer version wrote the store.
+    Opening it writes nothing, but sets the umask for a store that a group shares (`rlhf_core.store.sharing`). The folder is
+    created by `create`, or by the first lease. Raises ArtifactError if a newer version wrote the store.
     """
 
     def __init__(self, root: Path) -> None:
@@ -100,7 +85,7 @@ class ArtifactStore:
         self.layout = StoreLayout(self.root)
         check_schema(self.root)
         open_to_group(self.root)
-        self._mirror = mirror_of(self.root)
+        self.shared = open_store(self.root)
 
     def create(self) -> None:
         """Create the folder, if it does not exist, and mark it with the schema that this version writes."""
@@ -110,17 +95,20 @@ class ArtifactStore:
     # ------------------------------------------------------------ reading
 
     def path(self, ref: ArtifactRef) -> Path:
-        """Return the folder of a handle, which is fetched if it lies in a bucket. Raises ArtifactError if it does not exist."""
-        folder = self.folder(ref.uri)
-        if self._mirror is not None and not self.is_external(ref):
-            self._mirror.fetch(object_digest(ref))
+        """The folder of a handle on this node. Raises ArtifactError if it does not exist or cannot be read."""
+        if self.is_external(ref):
+            folder = self.folder(ref.uri)
+            if not folder.is_dir():
+                raise ArtifactError(kind_of(type(ref)), ref.uri, "is gone", "restore the folder")
+            return folder
+        self.folder(ref.uri)  # for an invalid uri
+        folder = self.shared.fetch(object_digest(ref)) / ref.uri.removeprefix(_STORE).partition("/")[2]
         if not folder.is_dir():
-            remedy = "run the pipeline again to make it, or restore the folder"
-            raise ArtifactError(kind_of(type(ref)), ref.uri, f"is not in {self.root}", remedy)
+            raise ArtifactError(kind_of(type(ref)), ref.uri, f"is not in {self.shared.uri}", "run the pipeline again")
         return folder
 
     def folder(self, uri: str) -> Path:
-        """Return the folder of an artifact's uri, whether or not it still exists."""
+        """The folder of an artifact's uri, whether or not it exists on this node."""
         if uri.startswith(_FILE):
             return Path(uri.removeprefix(_FILE))
         if not uri.startswith(_STORE):
@@ -129,101 +117,80 @@ class ArtifactStore:
         return self.layout.object(digest) / inside
 
     def holds(self, ref: ArtifactRef) -> bool:
-        """Return whether `path` finds the artifact."""
-        return self.folder(ref.uri).is_dir() or (not self.is_external(ref) and self.layout.holds(object_digest(ref)))
+        """True if `path` finds the artifact."""
+        return self.folder(ref.uri).is_dir() if self.is_external(ref) else self.shared.has(object_digest(ref))
 
-    def snapshot(self) -> AbstractContextManager[None]:
-        """Read records as they are now: of a bucket all at once, instead of one by one."""
-        return nullcontext() if self._mirror is None else self._mirror.snapshot()
+    def snapshot(self, *, within_s: float = 1.0) -> AbstractContextManager[None]:
+        """Read all records at once instead of one by one, if each costs a request.
+
+        A listing that is not older than `within_s` seconds is used again.
+        """
+        return self.shared.snapshot(within_s=within_s)
+
+    def attempts(self, key: str, lease: Lease | None = None) -> AttemptFolder:
+        """The attempts at a key. With the lease, their history can be written."""
+        return AttemptFolder(self.shared, key, self.layout.attempt(key), lease)
 
     def record(self, key: str) -> KeyRecord | None:
-        """Return the record of a key if its object exists and all files have the right sizes, else None.
+        """The record of a key if its object is in the store, with all files in their sizes; else None.
 
-        Damage is logged as a warning, and record and object are moved into quarantine, so that the stage runs again.
+        Damage is logged as a warning, and the stage runs again. The damaged object stays until it is stored anew.
         """
-        record, damage = self._check(key)
-        if not damage:
-            return record
-        with alone(self.layout.leases):  # a record that another process has put in its place meanwhile stays
-            record, damage = self._check(key)
-            if not damage:
-                return record
-            logger.warning("store: the artifact of key %s is damaged: %s; moved to quarantine", key[:12], damage)
-            set_aside_record(self.layout, key, damage)
-            if record is not None:
-                quarantine_object(self.layout, object_digest(record.handle), damage)
-        return None
+        return self._look_up(key)[0]
 
     def damage(self, key: str) -> str:
-        """Return why the last artifact of `key` was moved into quarantine, or an empty string if it was not."""
-        noted = read_stored(self.layout.damage(key), _DamageNote)
-        return "" if noted is None else noted.problem
+        """Why the record of a key does not count, or ""."""
+        return self._look_up(key)[1]
 
     def check_inputs(self, refs: Iterable[ArtifactRef]) -> None:
         """Raise ArtifactError for an input that does not match its digest; only files written to are hashed again.
 
-        A damaged object is moved into quarantine. A missing object raises no error here, but where it is read.
+        A missing object raises no error here, but where it is read.
         """
         for ref in refs:
             if self.is_external(ref):
                 if self.external(type(ref), Path(ref.uri.removeprefix(_FILE))).digest != ref.digest:
                     rule, remedy = "has changed since its digest was taken", "run again to use its current content"
                     raise ArtifactError(kind_of(type(ref)), ref.uri, rule, remedy)
-                continue
-            digest = object_digest(ref)
-            folder = self.layout.object(digest)
-            problem = object_damage(folder, deep=False) if folder.exists() else ""
-            if problem and self._mirror is not None:
-                self._mirror.drop(digest, problem)
-            elif problem:
-                with alone(self.layout.leases):
-                    problem = object_damage(folder, deep=False) if folder.exists() else problem
-                    if problem:
-                        quarantine_object(self.layout, digest, problem)
-            if problem:
-                rule = f"is damaged ({problem}) and was moved to quarantine"
-                rule = rule if self._mirror is None else f"was damaged on this node ({problem}), and is fetched again"
-                raise ArtifactError(kind_of(type(ref)), ref.uri, rule, "run again to make it again")
+            else:
+                with suppress(Gone):
+                    self.shared.fetch(object_digest(ref))
 
     def records(self) -> list[KeyRecord]:
-        """Return all readable key records, oldest first, without checking their objects."""
+        """All readable key records, oldest first, without checking their objects."""
         records, unreadable = self.scan()
         for found in unreadable:
             logger.warning("store: %s", found)
         return records
 
     def scan(self) -> tuple[list[KeyRecord], list[Unreadable]]:
-        """Return the key records, oldest first, and the record files that this version cannot read."""
-        bring(self.layout.keys)
+        """The key records, oldest first, and the tables that this version cannot read."""
+        damaged: list[DamagedTable] = []
         records, unreadable = [], []
-        for path in sorted(self.layout.keys.glob("*/*.json")):
-            record, problem = parse_record(path)
+        for table in self.shared.tables("keys/", damaged=damaged):
+            record, problem = parse_record(table)
             if record is not None:
                 records.append(record)
             elif problem:
-                unreadable.append(Unreadable(path, problem))
+                unreadable.append(Unreadable(table.name, problem))
+        unreadable += [Unreadable("", str(error)) for error in damaged]
         return sorted(records, key=lambda record: (record.started, record.key)), unreadable
 
     def used(self, key: str) -> bool:
-        """Mark the record of `key` as just used, so that `gc` keeps it; return False if it is gone.
+        """Note that the result of `key` is in use, so that `gc` keeps it; False if it is gone.
 
-        Who may not write to the store gets a warning.
+        A user who may not write to the store gets a warning.
         """
-        if self._mirror is not None:
-            return self._mirror.used(key)
         try:
-            with alone(self.layout.leases):
-                os.utime(self.layout.key(key))
-        except FileNotFoundError:
-            return False
+            return note_use(self.shared, key)
         except OSError as error:
             if error.errno not in FORBIDDEN:
                 raise
             logger.warning("store: could not record the use of key %s: %s", key[:12], error)
-        return True
+            return True
 
     def external(self, kind: type[R], path: Path) -> R:
-        """Return a handle for a user's folder outside the store; unchanged files are hashed only once."""
+        """A handle for a user's folder outside the store; unchanged files are hashed only once."""
         folder = Path(path).expanduser().absolute()
         if not folder.is_dir():
             raise ArtifactError("path", str(path), "is not a folder", "fix the path")
@@ -231,79 +198,96 @@ class ArtifactStore:
         return kind(uri=f"{_FILE}{folder}", digest=digest)
 
     def latest(self, label: str, pipeline: str = "") -> KeyRecord | None:
-        """Return the record that the stage with this label last wrote or reused; None if it has none, or it is gone.
+        """The record that the stage with this label last wrote or reused; None if it has none, or it is gone.
 
         `pipeline` is the `name` of a profile; "" stands for all of them.
         """
-        noted = read_stored(self.layout.label(label, pipeline), _LabelNote)
-        found = (self.record(key) for key in (() if noted is None else (noted.key, noted.made)) if key)
-        return next((record for record in found if record is not None), None)
+        noted = self.label(label, pipeline) or {}
+        keys = [noted[name] for name in ("key", "made") if isinstance(noted.get(name), str) and noted[name]]
+        return next((record for record in map(self.record, keys) if record is not None), None)
+
+    def label(self, label: str, pipeline: str = "") -> dict[str, Any] | None:
+        """Key, payload and code of the last decision for the stage with this label, in one pipeline or in any."""
+        found = self.shared.recent(_label(label, pipeline))
+        return None if found is None else found.value
+
+    def note_label(self, label: str, pipeline: str, value: Mapping[str, Any]) -> None:
+        """Replace the value that `label` returns."""
+        name = _label(label, pipeline)
+        known = self.shared.recent(name)
+        try:
+            self.shared.write(name, value, None if known is None else known.version)
+        except Conflict:
+            update(self.shared, name, lambda _: value)
 
     def is_external(self, ref: ArtifactRef) -> bool:
-        """Return whether `ref` is a user's own folder, which this store neither keeps nor removes."""
+        """True if `ref` is a user's own folder, which this store neither keeps nor removes."""
         return ref.uri.startswith(_FILE)
+
+    def living_owner(self, key: str) -> Owner | None:
+        """The process that computes `key` now."""
+        return living_owner(self.shared, key)
 
     # ------------------------------------------------------------ writing
 
-    def lease(self, key: str, *, on_wait: Callable[[Owner], None] | None = None) -> AbstractContextManager[Lease]:
+    @contextmanager
+    def lease(
+        self,
+        key: str,
+        *,
+        on_wait: Callable[[Owner], None] | None = None,
+    ) -> Iterator[Lease]:
         """Hold the lease on computing `key`; see `rlhf_core.store.leases.hold`."""
         self.create()
-        held = leases.hold(self.layout.leases, key, on_wait=on_wait)
-        return held if self._mirror is None else _fenced(held, self._mirror, key)
+        with hold(self.shared, key, on_wait=on_wait) as lease:
+            note_holder(lease, self.layout.attempt(key))
+            yield lease
 
-    def keeping(self, key: str, number: int, work: Path) -> AbstractContextManager[None]:
-        """Let other nodes go on with the checkpoints that attempt `number` writes in the block; on a disk they can."""
-        return nullcontext() if self._mirror is None else unfinished.keeping(self._mirror, key, number, work)
+    def bring_work(self, lease: Lease) -> None:
+        """Get the newest checkpoint of the key from another node.
 
-    def forget_work(self, key: str) -> None:
-        """Remove the work that `keeping` kept for other nodes."""
-        if self._mirror is not None:
-            unfinished.forget(self._mirror, key)
+        Raises ArtifactError if this node cannot read it: a new beginning would replace a good checkpoint.
+        """
+        bring_work(lease, self.layout.attempt(lease.key))
+
+    def keeping(self, lease: Lease, number: int, work: Path) -> AbstractContextManager[None]:
+        """Let other nodes resume from the checkpoints that attempt `number` writes in the block."""
+        return keeping(lease, number, work)
 
     def commit(
         self,
-        key: str,
+        lease: Lease,
         out: Path,
         kind: type[R],
         *,
         children: Mapping[str, tuple[str, type[ArtifactRef]]],
         record: Provenance,
         parents: Sequence[str] = (),
-        lease: Lease | None = None,
-        fence: Callable[[], None] = lambda: None,
         pin: str = "",
     ) -> R:
-        """Move the folder `out` into the store, write the record of `key`, and return the handle.
+        """Move the folder `out` into the store, write the record of the lease's key, and return the handle.
 
-        `children` maps a field of `kind` to a folder of `out` and the type of its handle. With a `lease` the record is
-        written only while it is still held, and if `fence`, which is called in the lock of the store, raises nothing.
-        After this call `out` is gone. The object is pinned with the note `pin` if that is not empty. Raises
-        ArtifactError, without a record, if the lease was lost, or the object damaged or removed before its record was
-        written.
+        `children` maps a field of `kind` to a folder of `out` and the type of its handle. After this call `out` is gone. The
+        object is pinned with the note `pin` if that is not empty. Raises Lost, without a record, if the lease was lost.
         """
         with naming_disk_errors(self.root):
-            self.create()
             files = _seal(out)
             handle = _handle(kind, files, children, tuple(parents))
-            self._store_object(out, files, object_digest(handle))
-            if self._mirror is not None:
-                self._mirror.store(object_digest(handle))
-            committed = KeyRecord(key=key, handle=handle, **dict(record)).to_json()
-            with alone(self.layout.leases) if lease is None else lease.undisturbed():
-                fence()
-                damage = object_damage(self.layout.object(object_digest(handle)), deep=False)
-                if damage:
-                    raise ArtifactError("artifact", key[:12], f"changed while it was committed: {damage}", "run again")
+            digest = object_digest(handle)
+            facts = KeyRecord(key=lease.key, handle=handle, **dict(record)).to_json()
+            stored = stored_record(json.loads(json.dumps(facts)))
+
+            def protect() -> None:
                 if pin:
-                    maintenance.write_pin(self.layout, object_digest(handle), pin)
-                write_json(self.layout.key(key), committed)
-                self.layout.damage(key).unlink(missing_ok=True)
+                    roots.pin(self.shared, digest, pin)
+
+            lease.commit(digest, out, files, stored, when_added=protect)
         return handle
 
     def adopt(self, record: KeyRecord, folder: Path) -> bool:
-        """Take a result of another store, whose object is `folder`, with its record; return False if its key has one here.
+        """Take a result of another store, whose object is `folder`, with its record; False if its key has one here.
 
-        Raises ArtifactError if the files are not those of its digest.
+        Raises ArtifactError if the files do not match the digest.
         """
         digest = object_digest(record.handle)
         with naming_disk_errors(self.root), self.lease(record.key) as lease:
@@ -319,118 +303,74 @@ class ArtifactStore:
             if tree_digest(files) != digest:
                 remedy = "run `rlhf store verify` on the store that it is from"
                 raise ArtifactError("artifact", digest[:12], "has other content than its digest says", remedy)
-            self._store_object(out, files, digest)
-            if self._mirror is not None:
-                self._mirror.store(digest)
-            with lease.undisturbed():
-                write_json(self.layout.key(record.key), record.to_json())
+            lease.commit(digest, out, files, stored_record(json.loads(json.dumps(record.to_json()))))
         return True
 
     # ------------------------------------------------------------ upkeep
 
-    def verify(self) -> list[Damage]:
-        """Hash every object, move damaged ones and their records into quarantine, and return the damage found."""
-        if self._mirror is None:
-            return maintenance.verify(self.layout, *self.scan())
-        self._mirror.refresh()
-        return verify_mirror(self._mirror, *self.scan())
+    def verify(self, *, set_aside: bool = False) -> list[Damage]:
+        """Read every byte of all objects; with `set_aside`, damaged objects and their records no longer count."""
+        return collection.verify(self.shared, set_aside=set_aside)
+
+    def restore(self, key: str) -> None:
+        """Let the record of a key count again that `verify` set aside."""
+        collection.restore(self.shared, key)
 
     def pin(self, target: str, *, note: str = "") -> None:
         """Protect an object from `gc` until it is unpinned; `target` is a digest, a key or a `store://` uri."""
-        maintenance.pin(self.layout, target, note)
+        roots.pin(self.shared, target, note)
 
     def unpin(self, target: str) -> None:
         """Remove a pin. Raises ArtifactError if there is none."""
-        maintenance.unpin(self.layout, target)
+        roots.unpin(self.shared, target)
 
     def pins(self) -> dict[str, str]:
-        return maintenance.pins(self.layout)
+        """Target and note of each pin."""
+        return roots.pins(self.shared)
 
-    def gc(self, dry_run: bool, *, keep_days: float = maintenance.KEEP_DAYS, project: str = "") -> GcReport:
-        """Remove (or only list) objects that neither a root nor a record used in the last `keep_days` reaches.
-
-        With a `project`, results of others are kept, too, and attempts and quarantine are left to a collection without
-        one. Roots are pins and what waiting runs need (`rlhf_core.store.maintenance`). While a record or a root cannot be read,
-        what it reaches is unknown: all records and objects are then kept.
-        """
-        if self._mirror is not None:
-            self._mirror.refresh()
-        found = maintenance.collect(self.layout, self.scan, dry_run=dry_run, keep_days=keep_days, project=project)
-        return found if self._mirror is None else collect_mirror(self._mirror, self.records(), found)
+    def gc(self, dry_run: bool, *, keep_days: float = KEEP_DAYS, project: str = "") -> GcReport:
+        """Remove (or only list) results that neither a root nor a record used in the last `keep_days` reaches."""
+        return collection.collect(self.shared, keep_days=keep_days, dry_run=dry_run, project=project)
 
     def tidy(self, key: str) -> tuple[str, Attempt] | None:
-        """Clean up after processes that have ended; return label and attempt if one was still recorded as running.
+        """Clean up after processes that have ended; label and attempt if one was still recorded as running.
 
         Checkpoints and shards stay as long as an attempt may resume from them. Nothing is changed while another process
         computes the key.
         """
-        folder = self.layout.attempt(key)
+        folder, found = self.attempts(key), self.shared.recent(name_of(key))
         past = attempts.history(folder)
         is_running = bool(past) and past[-1].status == "running"
         is_left = bool(attempts.unfinished_work(folder)) or attempts.checkpoints(folder).exists()
-        is_untidy = is_running or is_left or leases.lease_file(self.layout.leases, key).exists()
-        if not is_untidy or leases.living_owner(self.layout.leases, key) is not None:
+        is_leased = found is not None and owner_in(found.value) is not None
+        if not (is_running or is_left or is_leased) or self.living_owner(key) is not None:
             return None
-        with self.lease(key) as lease:  # taking over and releasing the lease removes that of the dead process
-            record = self.record(key)
-            with lease.undisturbed():
-                past = attempts.history(folder)
-                # A record of an earlier attempt: this one was to replace it, and was killed before its own commit.
-                committed = record is not None and bool(past) and record.attempts == past[-1].number
-                ended = attempts.abandon(folder, committed=committed)
-                if record is not None and not attempts.is_resumable(folder, record.attempts):
-                    attempts.clear(folder, keep_metrics=True)
+        with self.lease(key) as lease:
+            folder, record = self.attempts(key, lease), self.record(key)
+            past = attempts.history(folder)
+            # A record of an earlier attempt: this one was to replace it, and was killed before its own commit.
+            committed = record is not None and bool(past) and record.attempts == past[-1].number
+            ended = attempts.abandon(folder, committed=committed)
+            if record is not None and not attempts.is_resumable(folder, record.attempts):
+                attempts.clear(folder, keep_metrics=True)
+                lease.forget_work()
         return ended
 
     # ------------------------------------------------------------ private
 
-    def _check(self, key: str) -> tuple[KeyRecord | None, str]:
-        """Return the record of a key and its damage."""
-        bring(self.layout.key(key))
-        record, problem = parse_record(self.layout.key(key))
-        if record is None:
-            return None, f"its record {problem}" if problem else ""
-        digest = object_digest(record.handle)
-        damage = object_damage(self.layout.object(digest), deep=False)
-        if self._mirror is None or not damage:
-            return record, damage
-        if self.layout.object(digest).exists():
-            self._mirror.drop(digest, damage)
-        return record, "" if self._mirror.has(digest) else f"its object is gone from {self._mirror.bucket.uri}"
-
-    def _store_object(self, out: Path, files: Mapping[str, FileEntry], digest: str) -> None:
-        write_json(out / MANIFEST, {"schema": 1, "files": {path: asdict(entry) for path, entry in files.items()}})
-        target = self.layout.object(digest)
-        make_folder(target.parent)
-        while True:
-            try:
-                move(out, target)
-                break
-            except OSError as error:
-                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                    raise
-            if self._keep_one(out, target):
-                break
-        make_read_only(target)
-        fsync_path(target.parent)
-
-    def _keep_one(self, out: Path, target: Path) -> bool:
-        """Drop `out` in favour of the existing object, or that if it is damaged; False if it has just gone."""
-        with suppress(FileNotFoundError):
-            checked = target.stat().st_ino
-            damage = object_damage(target, deep=True)
-            with alone(self.layout.leases):
-                if target.stat().st_ino != checked:
-                    return False
-                if damage:
-                    logger.warning("store: object %s is damaged: %s; replaced", target.name[:12], damage)
-                    quarantine_object(self.layout, target.name, damage)
-                    move(out, target)
-                    return True
-                os.utime(target)  # makes it young, so that gc keeps it until our record is written
-            remove_tree(out)
-            return True
-        return False
+    def _look_up(self, key: str) -> tuple[KeyRecord | None, str]:
+        """The record of a key, or why it does not count."""
+        table = self.shared.recent(name_of(key))
+        if table is None:
+            return None, ""
+        if not table.value.get("record"):
+            return None, str((table.value.get("aside") or {}).get("problem", ""))
+        record, problem = parse_record(table)
+        problem = f"its record {problem}" if record is None else self.shared.problem(object_digest(record.handle))
+        if problem:
+            logger.warning("store: the artifact of key %s cannot be used: %s", key[:12], problem)
+            return None, problem
+        return record, ""
 
     def _hash_external(self, folder: Path) -> dict[str, FileEntry]:
         memory = self.layout.externals / f"{sha256_text(str(folder))}.json"
@@ -457,12 +397,8 @@ class ArtifactStore:
         return files
 
 
-@contextmanager
-def _fenced(held: AbstractContextManager[Lease], mirror: Mirror, key: str) -> Iterator[Lease]:
-    with held as lease:
-        mirror.fence(key)
-        unfinished.bring(mirror, key)
-        yield lease
+def _label(label: str, pipeline: str) -> str:
+    return f"labels/{sha256_text(f'{pipeline}{chr(10)}{label}' if pipeline else label)}"
 
 
 def object_digest(handle: ArtifactRef) -> str:

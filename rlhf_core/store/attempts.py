@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -22,16 +22,14 @@ from rlhf_core.store.failures import FAILURES
 from rlhf_core.store.layout import (
     CHECKPOINTS,
     make_folder,
-    object_of,
-    read_json,
     remove_tree,
     temporary_for,
-    write_json,
 )
+from rlhf_core.store.leases import Lease, name_of
+from rlhf_core.store.protocol import Store
 
 logger = logging.getLogger(__name__)
 
-HISTORY = "attempt.json"
 METRICS = "metrics.jsonl"
 UNSEEN = "unseen.jsonl"
 """Reads of user code beyond the key."""
@@ -63,24 +61,33 @@ class Attempt:
     """Whether it has saved its work and waits for people, time or money: the same command goes on with it."""
     inputs: Sequence[str] = ()
     """Uris of its inputs; empty in files of older versions."""
-    harmed: str = ""
-    """Which of its inputs was found damaged before it ended: its work is not resumed."""
     continues: bool = False
     """Whether it goes on with a forced attempt that has halted: if it is killed, so does the next one."""
 
 
-_ATTEMPTS = TypeAdapter(list[Attempt])
-_LARGEST_NUMBER = 10**9
-"""Largest valid attempt number: a larger one means a damaged history, and would not be a valid folder name."""
+_ATTEMPTS = TypeAdapter(list[Attempt])  # unknown fields of other versions are ignored
 
 
-def history(folder: Path) -> list[Attempt]:
+@dataclass(frozen=True, slots=True)
+class AttemptFolder:
+    """The attempts at a key: the history that all nodes share, and this node's folder of their files.
+
+    Only the holder of the lease writes the history.
+    """
+
+    store: Store
+    key: str
+    path: Path
+    lease: Lease | None = None
+
+
+def history(folder: AttemptFolder) -> list[Attempt]:
     """Return the attempts recorded in `folder` (attempts/<key>), oldest first."""
     return _read(folder)[1]
 
 
 def begin(
-    folder: Path,
+    folder: AttemptFolder,
     *,
     label: str,
     resumed_from: int | None,
@@ -108,18 +115,27 @@ def begin(
         forced=forced,
         continues=continues,
     )
-    for number in _numbered(folder, "out"):
-        _remove_output(folder / f"out-{number}")
-    if _works(folder):
-        latest_work(folder).rename(work(folder, attempt))
+    left = [folder.path / f"out-{number}" for number in _numbered(folder, "out")]
+    earlier = latest_work(folder) if _works(folder) else None
+    _write(folder, label, [*past, attempt])  # fenced: what is moved below was chosen while the lease was ours
+    for out in left:
+        _remove_output(out)
+    if earlier is not None:
+        earlier.rename(work(folder, attempt))
     make_folder(work(folder, attempt))
     output(folder, attempt).mkdir()
-    _write(folder, label, [*past, attempt])  # last: an attempt in the history has taken over the earlier work
     return attempt
 
 
 def end(
-    folder: Path, attempt: Attempt, *, label: str, status: Status, failure: str, seconds: float, halted: bool = False
+    folder: AttemptFolder,
+    attempt: Attempt,
+    *,
+    label: str,
+    status: Status,
+    failure: str,
+    seconds: float,
+    halted: bool = False,
 ) -> None:
     """Record how the attempt ended and remove its output folder, if it still exists."""
     _remove_output(output(folder, attempt))
@@ -137,7 +153,7 @@ def _remove_output(out: Path) -> None:
     remove_tree(gone)
 
 
-def abandon(folder: Path, *, committed: bool) -> tuple[str, Attempt] | None:
+def abandon(folder: AttemptFolder, *, committed: bool) -> tuple[str, Attempt] | None:
     """Mark the attempt still recorded as running as killed; return its label and the attempt, or None if there is none.
 
     The caller holds the lease, so no process is working there. `committed`: whether it had written its record.
@@ -151,32 +167,32 @@ def abandon(folder: Path, *, committed: bool) -> tuple[str, Attempt] | None:
     return label, replace(past[-1], status=status, failure=failure)
 
 
-def output(folder: Path, attempt: Attempt) -> Path:
+def output(folder: AttemptFolder, attempt: Attempt) -> Path:
     """Return the folder into which the attempt writes its artifact."""
-    return folder / f"out-{attempt.number}"
+    return folder.path / f"out-{attempt.number}"
 
 
-def work(folder: Path, attempt: Attempt) -> Path:
+def work(folder: AttemptFolder, attempt: Attempt) -> Path:
     """Return the folder of reusable work: checkpoints, shards, metrics, failures, logs."""
-    return folder / f"work-{attempt.number}"
+    return folder.path / f"work-{attempt.number}"
 
 
-def latest_work(folder: Path) -> Path:
+def latest_work(folder: AttemptFolder) -> Path:
     """Return the work folder of the last attempt; it may not exist."""
-    return folder / f"work-{max(_works(folder), default=0)}"
+    return folder.path / f"work-{max(_works(folder), default=0)}"
 
 
-def checkpoints(folder: Path) -> Path:
+def checkpoints(folder: AttemptFolder) -> Path:
     """Return the folder of the last attempt's checkpoints; it may not exist."""
     return latest_work(folder) / CHECKPOINTS
 
 
-def metrics(folder: Path) -> Path:
+def metrics(folder: AttemptFolder) -> Path:
     """Return the metrics file of all attempts that resumed from one another; it may not exist."""
     return latest_work(folder) / METRICS
 
 
-def logged_steps(folder: Path) -> dict[str, int]:
+def logged_steps(folder: AttemptFolder) -> dict[str, int]:
     """Return the last step of each metric that earlier attempts recorded; a line cut short by a kill is removed."""
     path = metrics(folder)
     if not path.exists():
@@ -194,12 +210,12 @@ def logged_steps(folder: Path) -> dict[str, int]:
     return last
 
 
-def unfinished_work(folder: Path) -> list[str]:
+def unfinished_work(folder: AttemptFolder) -> list[str]:
     """Return the names of the files besides checkpoints (shards, tables) from which a stage can resume."""
     return _unfinished(latest_work(folder))
 
 
-def clear(folder: Path, *, keep_metrics: bool, until: Attempt | None = None) -> None:
+def clear(folder: AttemptFolder, *, keep_metrics: bool, until: Attempt | None = None) -> None:
     """Remove checkpoints, unfinished work and its failures; history and logs stay, and on request the metrics.
 
     `until` limits this to the files of that attempt and earlier ones: a later attempt may belong to another process.
@@ -207,48 +223,37 @@ def clear(folder: Path, *, keep_metrics: bool, until: Attempt | None = None) -> 
     numbers = [number for number in _works(folder) if until is None or number <= until.number]
     for number in numbers:
         if number != max(numbers):  # written by a process after another one had taken over
-            remove_tree(folder / f"work-{number}")
+            remove_tree(folder.path / f"work-{number}")
     if numbers:
-        left = folder / f"work-{max(numbers)}"
+        left = folder.path / f"work-{max(numbers)}"
         names = [CHECKPOINTS, FAILURES, UNSEEN, *_unfinished(left), *(() if keep_metrics else (METRICS,))]
         for path in (left / name for name in names):
             remove_tree(path)
     for number in _numbered(folder, "out"):
         if until is None or number <= until.number:
-            _remove_output(folder / f"out-{number}")
+            _remove_output(folder.path / f"out-{number}")
 
 
-def mark_harmed(folder: Path, digest: str, why: str) -> None:
-    """Record that unfinished work was made from the damaged object `digest`, so that the next attempt starts over.
-
-    A process that is still at it stops before its next step (`RunningAttempt.still_ours`).
-    """
-    label, past = _read(folder)
-    uris = {object_of(uri) for item in past for uri in item.inputs}
-    if past and past[-1].status != "committed" and digest in uris:
-        _write(folder, label, [*past[:-1], replace(past[-1], harmed=why)])
-
-
-def is_resumable(folder: Path, finished: int) -> bool:
+def is_resumable(folder: AttemptFolder, finished: int) -> bool:
     """Return whether work goes on beyond attempt `finished`, which left a result: it is to replace one that misfits."""
     past = history(folder)
     return bool(past) and past[-1].number > finished and past[-1].status != "committed" and not past[-1].forced
 
 
-def give_way(folder: Path, attempt: Attempt) -> None:
+def give_way(folder: AttemptFolder, attempt: Attempt) -> None:
     """Remove the files that an attempt wrote after a later attempt took over its work; nothing reads them."""
     if any(item.number > attempt.number for item in history(folder)):
         remove_tree(work(folder, attempt))
         _remove_output(output(folder, attempt))
 
 
-def _works(folder: Path) -> list[int]:
+def _works(folder: AttemptFolder) -> list[int]:
     """Return the numbers of the attempts that have a work folder."""
     return _numbered(folder, "work")
 
 
-def _numbered(folder: Path, kind: str) -> list[int]:
-    found = (_NUMBERED.fullmatch(path.name) for path in folder.glob(f"{kind}-*"))
+def _numbered(folder: AttemptFolder, kind: str) -> list[int]:
+    found = (_NUMBERED.fullmatch(path.name) for path in folder.path.glob(f"{kind}-*"))
     return [int(name[2]) for name in found if name is not None and name[1] == kind]
 
 
@@ -262,21 +267,19 @@ def _is_ours(name: str) -> bool:
     return name in (METRICS, FAILURES, UNSEEN, CHECKPOINTS) or name.startswith(".")
 
 
-def _read(folder: Path) -> tuple[str, list[Attempt]]:
-    """Return the label and the attempts of a history; a damaged history counts as empty and is overwritten."""
-    table = read_json(folder / HISTORY)
-    if table is None:
-        return "", []
+def _read(folder: AttemptFolder) -> tuple[str, list[Attempt]]:
+    """The label and the attempts in the table of a key."""
+    found = folder.lease.latest() if folder.lease is not None else folder.store.recent(name_of(folder.key))
+    value = {} if found is None else found.value
     try:
-        past = _ATTEMPTS.validate_python(table["attempts"])
-        if isinstance(table["label"], str) and all(0 < item.number <= _LARGEST_NUMBER for item in past):
-            return table["label"], past
-    except (KeyError, ValidationError):
-        pass
-    logger.warning("%s cannot be read; counting attempts from 1", folder / HISTORY)
-    return "", []
+        return str(value.get("label", "")), _ATTEMPTS.validate_python(value.get("attempts", []))
+    except ValidationError:
+        logger.warning("the history of %s cannot be read; counting attempts from 1", folder.key[:12])
+        return "", []
 
 
-def _write(folder: Path, label: str, attempts: list[Attempt]) -> None:
-    table: dict[str, Any] = {"label": label, "attempts": [asdict(item) for item in attempts]}
-    write_json(folder / HISTORY, table)
+def _write(folder: AttemptFolder, label: str, attempts: list[Attempt]) -> None:
+    """Write the history while the lease is ours. Raises Lost otherwise."""
+    assert folder.lease is not None
+    listed = json.loads(json.dumps([asdict(item) for item in attempts]))
+    folder.lease.update(lambda value: value | {"label": label, "attempts": listed})

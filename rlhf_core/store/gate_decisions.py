@@ -1,30 +1,25 @@
-"""Keep the questions and decisions of gates and pauses: one folder per question, `roots/gates/<id>`.
+"""Keep the questions and decisions of gates and pauses: one table per question, `gates/<id>`.
 
 A question is about one artifact under one gate in runs of one name: an artifact that is made again with other content, or a
-gate with another condition, is asked about again, and the answer for one run lets no other one go on. `question.json` has
-what was found, an `asked-*.json` the run that waits, an `answer-*.json` the answer of a person; the last one
-counts. No file is written twice with another content, so a run that asks while a person answers loses nothing.
+gate with another condition, is asked about again, and the answer for one run lets no other one continue. The table has the
+finding, the runs that wait, and the answers of people, of which the last counts. It changes by compare-and-set, so a run that
+asks while a person answers loses nothing.
 """
 
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, Literal
+
+from pydantic import ValidationError
 
 from rlhf_core.errors import ArtifactError
 from rlhf_core.processes.identity import user_name
 from rlhf_core.store.fingerprint import canonical_json, sha256_text
-from rlhf_core.store.layout import StoreLayout, bring, write_json
-from rlhf_core.store.places.local import alone
-from rlhf_core.store.typed_json import Stored, read_stored
+from rlhf_core.store.protocol import Store, StoredTable, update
+from rlhf_core.store.typed_json import Stored
 
 Answer = Literal["approve", "reject"]
-QUESTION = "question.json"
-ASKERS = "asked-*.json"
-ANSWERS = "answer-*.json"
-_ANSWER = re.compile(r"answer-(\d{1,9})(-.*)?\.json")
 
 
 class GateAnswer(Stored):
@@ -109,83 +104,49 @@ class GateRequest:
 class GateDecisions:
     """The questions and answers in a store."""
 
-    layout: StoreLayout
+    store: Store
 
     def find(self, question: str) -> GateRequest | None:
-        """Return the question with this id, with its runs and answers; None if there is none."""
-        folder = self.layout.gates / question
-        bring(folder)
-        asked = read_stored(folder / QUESTION, Question)
-        read = (read_stored(path, Asker) for path in sorted(folder.glob(ASKERS)))
-        askers = sorted((one for one in read if one is not None), key=lambda one: one.asked)
-        if asked is None or not askers:
-            return None
-        return GateRequest(asked, tuple(askers), tuple(self._answers(folder)))
+        """The question with this id, with its runs and answers; None if it was never asked."""
+        found = self.store.read(f"gates/{question}")
+        return None if found is None else _request(found)
 
     def ask(self, question: Question, *, run: str, profile: str = "", links: Mapping[str, str]) -> GateRequest:
-        """Write down that a run waits for a decision; earlier answers to the same question stay."""
-        folder = self.layout.gates / question.id
-        if read_stored(folder / QUESTION, Question) != question:
-            write_json(folder / QUESTION, question.model_dump())
+        """Note that a run waits for a decision. Earlier answers to the same question stay."""
         asker = Asker(run=run, profile=profile, links=dict(links), asked=now())
-        identity = sha256_text(canonical_json(asker.model_dump(exclude={"asked"})))
-        write_json(folder / f"asked-{identity[:16]}.json", asker.model_dump())
-        found = self.find(question.id)
+        identity = sha256_text(canonical_json(asker.model_dump(exclude={"asked"})))[:16]
+
+        def edit(value: dict[str, Any]) -> dict[str, Any]:
+            askers = value.get("askers", {}) | {identity: asker.model_dump()}
+            return {"answers": [], **value, "question": question.model_dump(), "askers": askers}
+
+        found = _request(update(self.store, f"gates/{question.id}", edit))
         assert found is not None  # it was just written
         return found
 
     def decide(self, request: GateRequest, answer: Answer, *, reason: str, by: str = "") -> GateAnswer:
         """Add an answer to a question, by the user of this process unless `by` names someone."""
         said = GateAnswer(answer=answer, by=by or user_name(), at=now(), reason=reason)
-        folder = self.layout.gates / request.id
-        with alone(self.layout.leases):  # two may answer at once: each number is one answer's
-            number = max((number for number, _ in _numbered(folder)), default=0) + 1
-            while not _claims(folder / f"answer-{number:06d}.json"):
-                number += 1
-            write_json(folder / f"answer-{number:06d}.json", said.model_dump())
+        added = said.model_dump()
+        update(self.store, f"gates/{request.id}", lambda value: value | {"answers": [*value["answers"], added]})
         return said
 
     def requests(self) -> list[GateRequest]:
-        """Return all questions, the most recent at the end."""
-        bring(self.layout.gates)
-        found = (self.find(folder.name) for folder in self.layout.gates.glob("*") if folder.is_dir())
+        """All questions, the most recent at the end."""
+        found = (_request(table) for table in self.store.tables("gates/"))
         return sorted((one for one in found if one is not None), key=lambda one: (one.asked, one.id))
 
-    def _answers(self, folder: Path) -> list[GateAnswer]:
-        found = [(number, path.name, _read_answer(path)) for number, path in _numbered(folder)]
-        # Two files of one number are of an earlier version.
-        ordered = sorted((number, answer.at, name, answer) for number, name, answer in found if answer is not None)
-        return [answer for *_, answer in ordered]
 
-
-def _numbered(folder: Path) -> Iterator[tuple[int, Path]]:
-    """Yield number and path of each answer. Raises ArtifactError for a file that has another name."""
-    for path in sorted(folder.glob(ANSWERS)):
-        found = _ANSWER.fullmatch(path.name)
-        if found is None:
-            raise ArtifactError("answer", str(path), "is not named as an answer", "move it out of this folder")
-        yield int(found[1]), path
-
-
-def _claims(path: Path) -> bool:
-    """Return whether the number of an answer was free; the listing of a network file system may be a little old."""
+def _request(table: StoredTable) -> GateRequest | None:
+    """The question in a table; None before anyone has asked it. Raises ArtifactError if an answer cannot be read."""
     try:
-        path.open("xb").close()
-    except FileExistsError:
-        return False
-    return True
-
-
-def _read_answer(path: Path) -> GateAnswer | None:
-    """Return an answer; None for a number that was claimed by a process that was killed before it had answered.
-
-    Raises ArtifactError if it cannot be read: an earlier answer must not count in its place.
-    """
-    answer = read_stored(path, GateAnswer)
-    if answer is None and path.lstat().st_size:
-        rule = "is not a whole answer"
-        raise ArtifactError("answer", str(path), rule, "remove it, and answer again if it was the last one")
-    return answer
+        asked = Question.model_validate(table.value["question"])
+        askers = sorted(map(Asker.model_validate, table.value["askers"].values()), key=lambda one: one.asked)
+        answers = tuple(map(GateAnswer.model_validate, table.value["answers"]))
+    except (KeyError, ValidationError) as error:
+        rule = f"cannot be read ({str(error).splitlines()[0]})"
+        raise ArtifactError("question", table.name, rule, "run again to ask anew, and answer again") from None
+    return GateRequest(asked, tuple(askers), answers) if askers else None
 
 
 def now() -> str:

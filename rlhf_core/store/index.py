@@ -1,7 +1,7 @@
 """A cache that lists all artifacts quickly: derived from key records and manifests, which remain the source of truth.
 
-Each entry holds inode, size and modification time of its file. Records and manifests are replaced and never written to,
-so an entry with the same file is valid; all others are read again. If the index files are missing, damaged or of
+Each entry holds the version of its table, or inode, size and modification time of its manifest. Both are replaced and never
+written to, so an entry of the same version is valid; all others are read again. If the index files are missing, damaged or of
 another version, everything is read again silently. They are written atomically; of two processes that write at the
 same time the last wins, and its entries are as good.
 
@@ -14,12 +14,12 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhf_core.errors import ConfigError
 from rlhf_core.store.fingerprint import ANALYSES, sha256_text
@@ -33,9 +33,12 @@ from rlhf_core.store.layout import (
     write_text,
 )
 
+if TYPE_CHECKING:
+    from rlhf_core.store.protocol import Store, StoredTable
+
 logger = logging.getLogger(__name__)
 
-VERSION = 1  # of the format: an index of another version is built anew
+VERSION = 2  # of the format: an index of another version is built anew
 RECORDS, OBJECTS, CODE = "records.json", "objects.json", "code.json"
 MOST_CODE = 2000
 """Number of modules whose analysis is kept, the latest used: a few times the modules of this program."""
@@ -61,33 +64,50 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """A file of a record or a pin that this version cannot read."""
+    """A table that this version cannot read."""
 
-    path: Path
+    name: str
     problem: str
 
     def __str__(self) -> str:
-        return f"{self.path} {self.problem}"
+        return f"{self.name} {self.problem}".strip()
 
 
-def rows(layout: StoreLayout) -> tuple[list[Row], list[Unreadable]]:
-    """Return the rows of all key records, oldest first, and the record files that this version cannot read."""
+@dataclass(frozen=True, slots=True)
+class SetAside:
+    """A record that `rlhf store verify` has set aside, with the reason."""
+
+    key: str
+    label: str
+    problem: str
+
+    def __str__(self) -> str:
+        return f"{self.label} {self.key}: {self.problem}"
+
+
+def rows(store: "Store", layout: StoreLayout) -> tuple[list[Row], list[Unreadable], list[SetAside]]:
+    """The rows of all key records, oldest first; the records that cannot be read, and those that were set aside."""
     known = _load(layout.index / RECORDS)
     entries: dict[str, list[Any]] = {}
     unreadable: list[Unreadable] = []
-    for key, path, status in _record_files(layout):
-        entry = known.get(key)
-        if entry is None or entry[0] != status:
-            fields = _read_record(Path(path), unreadable)
+    aside: list[SetAside] = []
+    versions = store.versions("keys/")
+    new = [name for name, version in versions.items() if name not in known or known[name][0] != version]
+    # In a bucket one listing costs less than a request for each name.
+    listed = {table.name: table for table in store.tables("keys/")} if new and not store.folder_is_shared else {}
+    for name, version in versions.items():
+        entry = known.get(name)
+        if entry is None or entry[0] != version:
+            fields = _read_record(listed.get if listed else store.read, name, unreadable, aside)
             if fields is None:
                 continue
-            entry = [status, fields]
-        entries[key] = entry
+            entry = [version, fields]
+        entries[name] = entry
     if entries != known and layout.root.is_dir():  # reading a store does not create one
         _save(layout.index / RECORDS, entries)
-    found = [Row(key, *entry[1]) for key, entry in entries.items()]
-    unreadable.sort(key=lambda one: one.path)
-    return sorted(found, key=lambda row: (row.started, row.key)), unreadable
+    found = [Row(name.rpartition("/")[2], *entry[1]) for name, entry in entries.items()]
+    unreadable.sort(key=lambda one: one.name)
+    return sorted(found, key=lambda row: (row.started, row.key)), unreadable, aside
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +118,13 @@ class State:
     damage: str
 
 
-def states(layout: StoreLayout, digests: set[str]) -> dict[str, State]:
-    """Return size and damage of the objects; manifests come from the index, their files are checked on disk."""
+def states(store: "Store", layout: StoreLayout, digests: set[str]) -> dict[str, State]:
+    """Size and damage of the objects. On a disk, manifests come from the index, and their files are checked."""
+    if not store.folder_is_shared:
+        sizes = {one.digest: one.bytes for one in store.objects(but=())}
+        return {
+            digest: State(sizes.get(digest), "" if digest in sizes else store.problem(digest)) for digest in digests
+        }
     known = _load(layout.index / OBJECTS)
     entries: dict[str, list[Any]] = {}
     found = {}
@@ -107,7 +132,7 @@ def states(layout: StoreLayout, digests: set[str]) -> dict[str, State]:
         entry = _manifest(folder, known.get(digest))
         if entry is not None:
             entries[digest] = entry
-        found[digest] = _state(folder, entry) if entry or not layout.holds(digest) else State(None, "")
+        found[digest] = _state(folder, entry)
     if entries != known and layout.root.is_dir():
         _save(layout.index / OBJECTS, entries)
     return found
@@ -135,26 +160,26 @@ def remembered_code() -> Iterator[None]:
 # ---------------------------------------------------------------- records
 
 
-def _record_files(layout: StoreLayout) -> list[tuple[str, str, Status]]:
-    """Return key, path and status of every record file."""
-    found = []
-    with suppress(FileNotFoundError, NotADirectoryError), os.scandir(layout.keys) as folders:
-        for folder in folders:
-            with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder.path) as files:
-                for file in files:
-                    if file.name.endswith(".json") and not file.name.startswith("."):
-                        with suppress(FileNotFoundError):  # put into quarantine just now
-                            found.append((file.name.removesuffix(".json"), file.path, _status(file.stat())))
-    return found
+def _read_record(
+    read: "Callable[[str], StoredTable | None]", name: str, unreadable: list[Unreadable], aside: list[SetAside]
+) -> list[Any] | None:
+    """The fields of a row after its key; None for a key without a readable record, which is not remembered."""
+    from rlhf_core.store.protocol import Damaged  # imports pydantic, which is not needed while the index is current
+    from rlhf_core.store.records import parse_record
 
-
-def _read_record(path: Path, unreadable: list[Unreadable]) -> list[Any] | None:
-    from rlhf_core.store.records import parse_record  # slow to import, and not needed while the index is current
-
-    record, problem = parse_record(path)
+    try:
+        table = read(name)
+    except Damaged as error:
+        unreadable.append(Unreadable("", str(error)))
+        return None
+    record, problem = (None, "") if table is None else parse_record(table)
     if record is None:
+        if table is not None and table.value.get("aside"):
+            entry = table.value["aside"]
+            label = str(entry["record"]["facts"].get("label", ""))
+            aside.append(SetAside(name.rpartition("/")[2], label, str(entry["problem"])))
         if problem:
-            unreadable.append(Unreadable(path, problem))
+            unreadable.append(Unreadable(name, problem))
         return None
     handle = record.handle
     kind = type(handle).__name__.removesuffix("Ref")

@@ -12,14 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rlhf_core.errors import ArtifactError, ConfigError, DiskFullError
 from rlhf_core.processes.identity import here, is_running
 from rlhf_core.store.fingerprint import list_files, sha256_text
 from rlhf_core.store.sharing import is_shared
 
-SCHEMA = 1
+SCHEMA = 2
 """Version of the store's folder layout and file formats that this code writes."""
 MARKER = "store.json"
 MANIFEST = "manifest.json"
@@ -48,67 +48,23 @@ class StoreLayout:
         """Return the folder of an immutable object."""
         return self.objects / digest[:2] / digest
 
-    def holds(self, digest: str) -> bool:
-        """Return whether the store has an object, here or in the bucket that this folder mirrors."""
-        mirror = mounted(self.root)
-        return self.object(digest).is_dir() or (mirror is not None and mirror.has(digest))
-
     def object_folders(self, digests: Iterable[str]) -> Iterator[tuple[str, str]]:
         """Yield each digest with the folder of its object as text: paths of thousands of objects take a second."""
         objects = str(self.objects)
         for digest in digests:
             yield digest, os.path.join(objects, digest[:2], digest)  # noqa: PTH118
 
-    def key(self, key: str) -> Path:
-        """Return the file of a key record: an object belongs to a stage only once this file exists."""
-        return self.keys / key[:2] / f"{key}.json"
-
     def attempt(self, key: str) -> Path:
         """Return the folder of the attempts at a key: checkpoints, unfinished output, metrics."""
         return self.attempts / key
-
-    def label(self, label: str, pipeline: str = "") -> Path:
-        """Return the file with the last key, payload and code digests of the stage with this label.
-
-        There is one for each name of a pipeline, and one for the last run of any pipeline, without a name.
-        """
-        name = f"{pipeline}\n{label}" if pipeline else label
-        return self.root / "roots" / "labels" / f"{sha256_text(name)}.json"
 
     @property
     def objects(self) -> Path:
         return self.root / "objects"
 
     @property
-    def keys(self) -> Path:
-        return self.root / "keys"
-
-    @property
     def attempts(self) -> Path:
         return self.root / "attempts"
-
-    @property
-    def leases(self) -> Path:
-        return self.root / "leases"
-
-    @property
-    def pins(self) -> Path:
-        return self.root / "roots" / "pins"
-
-    @property
-    def gates(self) -> Path:
-        """Return the folder of the questions and decisions at gates."""
-        return self.root / "roots" / "gates"
-
-    @property
-    def waits(self) -> Path:
-        """Return the folder of the needs of runs that wait for people."""
-        return self.root / "roots" / "waits"
-
-    @property
-    def audit(self) -> Path:
-        """Return the folder of what people did in the store."""
-        return self.root / "roots" / "audit"
 
     @property
     def externals(self) -> Path:
@@ -122,21 +78,6 @@ class StoreLayout:
     @property
     def quarantine(self) -> Path:
         return self.root / "quarantine"
-
-    def damage(self, key: str) -> Path:
-        """Return the file with the reason why the artifact of a key, or an object, was moved into quarantine."""
-        return self.quarantine / "why" / f"{key}.json"
-
-    def set_aside(self, name: str = "*") -> list[str]:
-        """Return a line with path and reason for all in quarantine, or for one key and its object."""
-        lines = []
-        for path in sorted(self.quarantine.glob(f"{name}.*")):
-            note = read_json(self.damage(path.name.partition(".")[0])) or {}
-            lines.append(f"{path}{': ' * bool(note)}{note.get('problem', '')}")
-            match read_json(path) if name != "*" and path.is_file() else None:
-                case {"handle": {"fields": {"uri": str(uri)}}}:
-                    lines += self.set_aside(object_of(uri))
-        return lines
 
 
 def is_inside(name: str) -> bool:
@@ -188,77 +129,18 @@ def check_schema(root: Path) -> None:
 
 
 def mark_schema(root: Path) -> None:
-    """Create the folder of a store and write its schema marker, if that has not been done."""
-    if not (root / MARKER).exists():
-        write_json(root / MARKER, {"schema": SCHEMA})
-
-
-# ---------------------------------------------------------------- folders that mirror a store elsewhere
-
-
-class Mirrors(Protocol):
-    """A folder in which a node keeps the files of a store that lies elsewhere; what is shared is written there first."""
-
-    leases: Any
-    """The `Records` of its leases."""
-
-    def publish(self, path: Path, table: Mapping[str, Any]) -> bool:
-        """Write a shared file, there and here. Return False for a file of this node alone, which the caller writes."""
-
-    def withdraw(self, path: Path) -> bool:
-        """Remove a shared file, there and here. Return False for a file of this node alone, which the caller removes."""
-
-    def has(self, digest: str) -> bool:
-        """Return whether the object is in the store, whether or not it is here, too."""
-
-    def bring(self, path: Path) -> None:
-        """Bring a shared file, or those in a folder, to their present state."""
-
-
-_MIRRORS: dict[Path, Mirrors] = {}
-"""Root of a mirror -> what keeps it; empty in a process that uses stores on disks only."""
-
-
-def mount(root: Path, mirror: Mirrors) -> None:
-    """Let functions that read and write small files below `root` use the store that it mirrors."""
-    _MIRRORS[root] = mirror
-
-
-def mounted(path: Path) -> Mirrors | None:
-    """Return what mirrors the store that a path is in; None for a store on a disk."""
-    return next((one for root, one in _MIRRORS.items() if path.is_relative_to(root)), None) if _MIRRORS else None
-
-
-def bring(path: Path) -> None:
-    """In a mirror, bring a file, or those in a folder, to their present state; on a disk they are."""
-    mirror = mounted(path)
-    if mirror is not None:
-        mirror.bring(path)
-
-
-def remove_record(path: Path) -> None:
-    """Remove a small file of a store; it may not exist."""
-    mirror = mounted(path)
-    if mirror is None or not mirror.withdraw(path):
-        path.unlink(missing_ok=True)
+    """Create the folder of a store and write its schema marker, so that older programs refuse to change it."""
+    stored = read_json(root / MARKER) or {}
+    if "schema" not in stored or stored["schema"] < SCHEMA:
+        write_json(root / MARKER, stored | {"schema": SCHEMA})
 
 
 # ---------------------------------------------------------------- durable writes
 
 
 def write_json(path: Path, value: Mapping[str, Any], *, durable: bool = True) -> None:
-    """Replace the file atomically by the JSON of `value`; `durable` waits until it is on disk.
-
-    In a mirror a shared file is published. Raises ArtifactError if another node has changed it meanwhile.
-    """
-    mirror = mounted(path)
-    if mirror is None or not mirror.publish(path, value):
-        write_text(path, as_text(value), durable=durable)
-
-
-def as_text(value: Mapping[str, Any]) -> str:
-    """Return the JSON of a table as the files of a store have it."""
-    return json.dumps(value, indent=1, sort_keys=True)
+    """Replace the file atomically by the JSON of `value`; `durable` waits until it is on disk."""
+    write_text(path, json.dumps(value, indent=1, sort_keys=True), durable=durable)
 
 
 def cache_folder() -> Path:

@@ -1,11 +1,15 @@
-"""Leases: one process computes a key, the others wait for its result.
+"""The table of a key: its lease, the history of its attempts, its newest checkpoint and its record.
 
-A lease is a record with its owner's host, boot id, process and a secret token. A thread renews it. A lease is lost
-when its owner is a process of this machine that has ended, or when it was not renewed for too long; then the next
-process takes it over. Clocks jump, and those of two hosts differ. So the age is measured by the clock of the place, and
-the next process also watches the lease for longer than a living owner needs to renew it. A process that lost its lease
-without noticing is stopped by `Lease.check` before each step and each checkpoint. It may be suspended after any check:
-what must not be written by a loser (the record, the history of attempts) is written in `Lease.undisturbed`.
+    lease      owner with a random token, and a counter that each heartbeat raises; missing if nobody computes the key
+    attempts   the history: number, status and inputs of each attempt
+    work       the newest checkpoint that other nodes can read (`Store.save_work`)
+    record     the result; the key has a result only from this write on
+
+The holder of a lease changes the table with `Lease.update` alone. The compare-and-set that writes also checks the token, so a
+process that has lost its lease without noticing can neither commit nor replace a checkpoint.
+
+No clock decides about a lease. A waiting process takes it over if the owner is a process of this machine that has ended, or if
+the waiting process has watched the lease for `TTL_S` by its monotonic clock without seeing a heartbeat.
 """
 
 import logging
@@ -13,34 +17,31 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-
-from pydantic import TypeAdapter, ValidationError
+from typing import Any
 
 from rlhf_core.errors import ArtifactError
 from rlhf_core.processes.identity import here, process_stat, process_state
-from rlhf_core.store.layout import mounted
-from rlhf_core.store.places import Conflict, Records, Unreachable
-from rlhf_core.store.places.local import LocalRecords, alone
+from rlhf_core.store.layout import remove_tree
+from rlhf_core.store.protocol import Conflict, Files, Gone, Store, StoredTable
 
 logger = logging.getLogger(__name__)
 
-TTL_SECONDS = 120.0  # six heartbeats: a slow disk or a long call into a library may cost some of them
-HEARTBEAT_SECONDS = 20.0  # rare enough for a network disk with hundreds of runs
-POLL_SECONDS = 0.25  # how late a waiting process notices the result
-LOOK_SECONDS = 1.0  # a step of a small model takes less than a request
-WATCH_SECONDS = 2.25 * HEARTBEAT_SECONDS
-"""Time by the monotonic clock that a lease must be unchanged before it is taken from an owner that may be alive."""
+TTL_S = 120.0  # six heartbeats
+HEARTBEAT_S = 20.0
+POLL_S = 0.25
+LOOK_S = 1.0
+"""`Lease.may_be_ours` reads the table at most this often."""
+_HELD: set[str] = set()
+"""Tokens of the leases that this process holds now."""
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """The holder of a lease. `pid_started` is the process's start time in clock ticks after boot, so that a process
-    that reuses the number is not mistaken for the owner. `expires` is in seconds of the owner's wall clock, for people
-    to read: it is never compared with another clock."""
+    """The holder of a lease. Each heartbeat raises `beat`."""
 
     host: str
     boot_id: str
@@ -48,80 +49,150 @@ class Owner:
     pid: int
     pid_started: int
     token: str
-    expires: float
+    beat: int = 0
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
 
     @property
     def claim(self) -> str:
-        """Return what others wait for. The process of another machine or container may have ended: nobody here sees it."""
+        """A sentence for a process that waits. The process of another machine may have ended unseen."""
         if _is_local(self):
             return f"{self} is computing it"
-        return f"{self} is computing it; should that have ended, its lease is taken over {TTL_SECONDS:.0f} s after its last sign"
+        return (
+            f"{self} is computing it; should that have ended, its lease is taken over {TTL_S:.0f} s after its last sign"
+        )
 
 
-_OWNER = TypeAdapter(Owner)
+class Lost(ArtifactError):
+    """Another process has taken the lease over."""
+
+
+def name_of(key: str) -> str:
+    """The name of the table of a key."""
+    return f"keys/{key}"
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A lease that this process holds. `waited`: whether another process held it before."""
+    """The right of this process to compute `key`. `waited`: whether another process held it before."""
 
-    folder: Path
+    store: Store
     key: str
-    owner: Owner
+    token: str
     waited: bool
-    _looked: dict[str, float] = field(default_factory=dict, compare=False, repr=False)
-    """When a bucket was last asked, by the monotonic clock."""
+    _looked: list[float] = field(default_factory=list, compare=False, repr=False)
+    _known: list[StoredTable] = field(default_factory=list, compare=False, repr=False)
 
     def may_be_ours(self) -> bool:
-        """Return whether the lease has not been taken over; also True, with a warning, if the place cannot be read.
-
-        A bucket, which takes its time, is asked once in `LOOK_SECONDS`.
-        """
-        if not records_of(self.folder).has_clock:
-            now = time.monotonic()
-            if "at" in self._looked and now - self._looked["at"] < LOOK_SECONDS:
-                return True
-            self._looked["at"] = now
+        """False if another process has taken the lease over. An unreachable store counts as ours."""
+        if self._looked and time.monotonic() - self._looked[-1] < LOOK_S:
+            return True
+        self._looked[:] = [time.monotonic()]
         try:
-            holder = _read(self.folder, self.key)
+            self.check()
+        except Lost:
+            return False
         except OSError as error:
             logger.warning("could not read lease %s: %s", self.key[:12], error)
-            return True
-        return holder is not None and holder.token == self.owner.token
+        return True
 
-    def check(self) -> None:
-        """Raise ArtifactError if another process has taken the lease over, as it may right after; see `undisturbed`.
+    def check(self) -> StoredTable:
+        """The table of the key as of now. Raises Lost if another process has taken the lease over."""
+        found = self.store.read(name_of(self.key)) or StoredTable("", {}, "", 0.0)
+        self._ours(found.value)
+        return found
 
-        Raises OSError if the lease cannot be read.
+    def latest(self) -> StoredTable:
+        """The table as this process last read or wrote it under the lease. The holder is nearly the only writer."""
+        if not self._known:
+            self._known[:] = [self.check()]
+        return self._known[-1]
+
+    def update(
+        self, edit: Callable[[dict[str, Any]], Mapping[str, Any]], *, refers: Collection[str] = ()
+    ) -> StoredTable:
+        """Change the table of the key in one atomic step, if the lease is still ours. Raises Lost otherwise."""
+        found = self.latest()
+        while True:
+            value = edit(self._ours(dict(found.value)))
+            try:
+                self._known[:] = [self.store.write(name_of(self.key), value, found.version, refers=refers)]
+                return self._known[-1]
+            except Conflict:
+                found = self.check()
+            except Gone:  # in a bucket it is raised after the write
+                self._known.clear()
+                raise
+
+    def save_work(
+        self,
+        folder: Path,
+        **noted: Any,
+    ) -> None:
+        """Make a folder the newest checkpoint of the key. The previous one is deleted once the table names this one."""
+        last = self.latest().value.get("work") or {}
+        work = self.store.save_work(self.key, self.token, folder, last) | noted
+        self.update(lambda value: value | {"work": work})
+        self.store.drop_work(self.key, last, work)
+
+    def commit(
+        self,
+        digest: str,
+        out: Path,
+        files: Files,
+        record: Mapping[str, Any],
+        *,
+        when_added: Callable[[], None] = lambda: None,
+    ) -> StoredTable:
+        """Store the folder `out` as an object, and the record that makes it the result of the key.
+
+        `when_added` is called between the two.
         """
-        holder = _read(self.folder, self.key)
-        if holder is None or holder.token != self.owner.token:
-            taker = "no process" if holder is None else str(holder)
-            raise ArtifactError(
-                f"lease {self.key[:12]}",
-                taker,
-                "took the lease over, because this process had not renewed it",
-                "run again",
-            )
+        while True:
+            self.store.add(digest, out, files)
+            try:
+                when_added()
+                table = self.update(lambda value: _without(value, "aside") | {"record": dict(record)}, refers=[digest])
+                break
+            except Gone:  # removed by a collection, because this process stood still between the two
+                if not out.exists():
+                    raise
+        self.store.settle(digest, out, files)
+        remove_tree(out)
+        return table
 
-    @contextmanager
-    def undisturbed(self) -> Iterator[None]:
-        """Prevent a takeover of the lease inside the block. Raises like `check` on entry.
+    def forget_work(self) -> None:
+        """Remove the checkpoints of a key that has a result, or whose attempt starts over."""
+        last = self.latest().value.get("work") or {}
+        if last:
+            self.update(lambda value: _without(value, "work"))
+            self.store.drop_work(self.key, last, {})
 
-        Use it for a few quick changes that must not mix with another process's: all who want a lease wait meanwhile.
-        """
-        with alone(self.folder):
-            self.check()
-            yield
+    def _ours(self, value: dict[str, Any]) -> dict[str, Any]:
+        """The value of the table, if its lease is ours. Raises Lost otherwise."""
+        holder = owner_in(value)
+        if holder is None or holder.token != self.token:
+            rule = "took the lease over, because this process had not renewed it"
+            raise Lost(f"lease {self.key[:12]}", "no process" if holder is None else str(holder), rule, "run again")
+        return value
 
 
 @contextmanager
-def hold(folder: Path, key: str, *, on_wait: Callable[[Owner], None] | None = None) -> Iterator[Lease]:
-    """Hold the lease of `key`, after waiting for a living owner to release it; `on_wait` gets that owner, once."""
-    lease = _acquire(folder, key, on_wait)
+def hold(
+    store: Store,
+    key: str,
+    *,
+    on_wait: Callable[[Owner], None] | None = None,
+) -> Iterator[Lease]:
+    """Hold the lease of `key`, after waiting until its owner has released it or has ended."""
+    ours = ourselves()
+    _HELD.add(ours.token)  # first: another thread of this process may look at the lease as soon as it is written
+    try:
+        lease = _acquire(store, key, ours, on_wait)
+    except BaseException:
+        _HELD.discard(ours.token)
+        raise
     stop = threading.Event()
     heart = threading.Thread(target=_beat, args=(lease, stop), name=f"lease-{key[:8]}", daemon=True)
     heart.start()
@@ -130,190 +201,113 @@ def hold(folder: Path, key: str, *, on_wait: Callable[[Owner], None] | None = No
     finally:
         stop.set()
         heart.join()
-        _release(lease)
+        _HELD.discard(lease.token)  # even if the release fails, this process never waits for itself
+        try:
+            with suppress(Lost):
+                lease.update(lambda value: _without(value, "lease"))
+        except (ArtifactError, OSError) as error:  # the result is stored: others wait until the lease is silent
+            logger.warning("could not release lease %s: %s", key[:12], error)
 
 
-def living_owner(folder: Path, key: str) -> Owner | None:
-    """Return the owner that computes `key` now, or None."""
-    records = records_of(folder)
-    owner = _held(records, name_of(key))[0]
-    return (
-        None
-        if owner is None or ((records.has_clock or _is_local(owner)) and _may_have_lost(records, key, owner))
-        else owner
-    )
-
-
-def sweep(folder: Path) -> list[tuple[str, Owner]]:
-    """Remove the leases whose owner has ended; return their keys and owners.
-
-    Leases of silent owners, which may be on another machine, stay: only a process that wants one has time to watch it.
-    """
-    if mounted(folder) is None and not folder.is_dir():
-        return []
-    swept, records = [], records_of(folder)
-    for name in records.names():
-        owner, version = _held(records, name)
-        if owner is not None and is_gone(owner):
-            with suppress(Conflict):  # another process has just taken it over
-                records.drop(name, version or "")
-                swept.append((name.removesuffix(".json"), owner))
-    return swept
+def living_owner(store: Store, key: str) -> Owner | None:
+    """The process that computes `key`, as far as one look can tell."""
+    found = store.recent(name_of(key))
+    owner = None if found is None else owner_in(found.value)
+    if found is None or owner is None or is_gone(owner) or _is_left(owner):
+        return None
+    if not _is_local(owner) and store.now() - found.written > TTL_S:
+        return None
+    return owner
 
 
 def is_gone(owner: Owner) -> bool:
-    """Return whether the owner's process has ended; always False for a process of another machine."""
+    """True if the owner was a process of this machine and has ended."""
     return _is_local(owner) and process_state(owner.pid, owner.pid_started) == "gone"
+
+
+def owner_in(value: Mapping[str, Any]) -> Owner | None:
+    """The owner in the value of a key's table."""
+    return Owner(**value["lease"]) if value.get("lease") else None
+
+
+def ourselves() -> Owner:
+    """This process as an owner, with a new token."""
+    started = process_stat(os.getpid())
+    return Owner(*here(), os.getpid(), -1 if started is None else started[1], secrets.token_hex(16))
+
+
+def _without(value: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {one: content for one, content in value.items() if one != name}
 
 
 def _is_local(owner: Owner) -> bool:
     return (owner.host, owner.boot_id, owner.pid_namespace) == here()
 
 
-def _may_have_lost(records: Records, key: str, owner: Owner) -> bool:
-    """Return whether the owner may have lost its lease, as far as one look tells.
-
-    On this machine the process state decides, so a suspended laptop or a long call into a library does not cost a
-    living owner its lease. A stopped process, or one on another machine, has lost its lease when it is silent.
-    """
-    if _is_local(owner):
-        state = process_state(owner.pid, owner.pid_started)
-        if state != "stopped":
-            return state == "gone"
-    return _is_silent(records, name_of(key))
+def _is_left(owner: Owner) -> bool:
+    """True for a lease of this process whose release failed."""
+    return _is_local(owner) and owner.pid == os.getpid() and owner.token not in _HELD
 
 
-def _is_silent(records: Records, name: str) -> bool:
-    """Return whether the lease was not renewed for `TTL_SECONDS` by the clock of its place, or that has none."""
-    try:
-        return records.age(name) > TTL_SECONDS
-    except FileNotFoundError:  # released just now
-        return False
-    except OSError as error:
-        logger.warning("lease %s: could not determine its age: %s", name[:12], error)
-        return False
+def _may_be_silent(owner: Owner) -> bool:
+    """False for another running process of this machine: a long call into a library does not cost it its lease."""
+    return not _is_local(owner) or process_state(owner.pid, owner.pid_started) == "stopped"
 
 
-# ---------------------------------------------------------------- the record
-
-
-def records_of(folder: Path) -> Records:
-    """Return the records of the leases in a folder, which are those of a bucket if the folder mirrors it."""
-    shared = mounted(folder)
-    return LocalRecords(folder) if shared is None else shared.leases
-
-
-def _acquire(folder: Path, key: str, on_wait: Callable[[Owner], None] | None) -> Lease:
-    ours = ourselves()
-    waited = False
-    watch, records = _Watch(), records_of(folder)
+def _acquire(
+    store: Store,
+    key: str,
+    ours: Owner,
+    on_wait: Callable[[Owner], None] | None,
+) -> Lease:
+    """Write a lease into the table of the key, as soon as it has none or its owner has ended or fallen silent."""
+    waited, watch = False, _Watch()
     while True:
-        holder, version = _held(records, name_of(key))
-        least = WATCH_SECONDS if records.has_clock else TTL_SECONDS
+        found = store.read(name_of(key))
+        value = {} if found is None else found.value
+        holder = owner_in(value)
         if (
-            holder is None
-            or is_gone(holder)
-            or (_may_have_lost(records, key, holder) and watch.is_over(version, least))
-        ):
-            ours = replace(ours, expires=time.time() + TTL_SECONDS)
-            try:
-                records.put(name_of(key), asdict(ours), version)
-            except Conflict:  # another process was faster, or its owner has renewed it
-                continue
-            if holder is not None:
-                logger.warning("lease %s: %s is gone; taking over", key[:12], holder)
-            return Lease(folder, key, ours, waited)
-        if not waited:
-            waited = True
-            logger.info("lease %s: %s", key[:12], holder.claim)
-            if on_wait is not None:
-                on_wait(holder)
-        time.sleep(POLL_SECONDS)
-
-
-def _release(lease: Lease) -> None:
-    records, name = records_of(lease.folder), name_of(lease.key)
-    try:
-        holder, version = _held(records, name)
-        if holder is not None and holder.token == lease.owner.token:
-            with suppress(Conflict):  # taken over just now
-                records.drop(name, version or "")
-    except Unreachable as error:  # what was done under it is done: others wait until it is silent
-        logger.warning("could not release lease %s: %s", lease.key[:12], error)
-
-
-class _Watch:
-    """A measurement of how long a lease has been unchanged, by the monotonic clock."""
-
-    def __init__(self) -> None:
-        self._seen: str | None = None
-        self._looked = time.monotonic()
-        self._watched = 0.0
-
-    def is_over(self, version: str | None, seconds: float) -> bool:
-        """Return whether the lease has been at this version for so many seconds; each renewal is a new one.
-
-        A long time between two looks counts as one heartbeat: what delayed us (a suspended machine, a stopped process)
-        may have delayed the owner too.
-        """
-        now = time.monotonic()
-        since, self._looked = now - self._looked, now
-        self._watched = self._watched + min(since, HEARTBEAT_SECONDS) if version == self._seen else 0.0
-        self._seen = version
-        return self._watched >= seconds
+            found is not None and holder is not None and holder.token == ours.token
+        ):  # our write was done, its answer lost
+            return Lease(store, key, ours.token, waited, _known=[found])
+        is_free = holder is None or is_gone(holder) or _is_left(holder)
+        if is_free or (holder and watch.is_over((holder.token, holder.beat)) and _may_be_silent(holder)):
+            with suppress(Conflict):
+                new = value | {"lease": asdict(ours)}
+                table = store.write(name_of(key), new, None if found is None else found.version)
+                if holder is not None:
+                    logger.warning("lease %s: %s is gone; taking over", key[:12], holder)
+                return Lease(store, key, ours.token, waited, _known=[table])
+            continue
+        if holder and not waited and on_wait is not None:
+            on_wait(holder)
+        waited = True
+        time.sleep(POLL_S)
 
 
 def _beat(lease: Lease, stop: threading.Event) -> None:
-    records, name = records_of(lease.folder), name_of(lease.key)
-    while not stop.wait(HEARTBEAT_SECONDS):
+    """Raise the counter of the lease, so that processes on other machines see that this one lives."""
+    while not stop.wait(HEARTBEAT_S):
         try:
-            holder, version = _held(records, name)
-            if holder is None or holder.token != lease.owner.token:
-                logger.error("lease %s was taken over by %s", lease.key[:12], holder)
-                return
-            records.put(name, asdict(replace(holder, expires=time.time() + TTL_SECONDS)), version)
-        except (OSError, ArtifactError, Conflict) as error:
+            lease.update(lambda value: value | {"lease": value["lease"] | {"beat": value["lease"]["beat"] + 1}})
+        except Lost as error:
+            logger.error("%s", error)
+            return
+        except (ArtifactError, OSError) as error:
             logger.warning("could not renew lease %s: %s", lease.key[:12], error)
 
 
-def lease_file(folder: Path, key: str) -> Path:
-    """Return the file of the lease of `key`."""
-    return folder / name_of(key)
+class _Watch:
+    """How long a lease has been unchanged, by the monotonic clock."""
 
+    def __init__(self) -> None:
+        self._seen: object = None
+        self._looked, self._watched = time.monotonic(), 0.0
 
-def name_of(key: str) -> str:
-    """Return the name of the record of a lease."""
-    return f"{key}.json"
-
-
-def _read(folder: Path, key: str) -> Owner | None:
-    return _held(records_of(folder), name_of(key))[0]
-
-
-def _held(records: Records, name: str) -> tuple[Owner | None, str | None]:
-    """Return owner and version of a lease; no owner if there is none, or it is not a lease: the next process overwrites it."""
-    found = records.get(name)
-    if found is None:
-        return None, None
-    try:
-        return _OWNER.validate_python(found.value), found.version
-    except ValidationError:
-        return None, found.version
-
-
-# ---------------------------------------------------------------- processes
-
-
-def ourselves() -> Owner:
-    """Return this process as an owner, with a token of its own."""
-    host, boot_id, pid_namespace = here()
-    started = process_stat(os.getpid())
-    return Owner(
-        host=host,
-        boot_id=boot_id,
-        pid_namespace=pid_namespace,
-        pid=os.getpid(),
-        pid_started=-1 if started is None else started[1],
-        token=secrets.token_hex(16),
-        expires=0.0,
-    )
+    def is_over(self, state: object) -> bool:
+        """A long pause between two looks counts as one heartbeat: the owner may have been delayed, too."""
+        now = time.monotonic()
+        since, self._looked = now - self._looked, now
+        self._watched = self._watched + min(since, HEARTBEAT_S) if state == self._seen else 0.0
+        self._seen = state
+        return self._watched >= TTL_S

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, field_serializer, f
 from rlhf_core import types
 from rlhf_core.errors import ArtifactError
 from rlhf_core.store.failures import Failed
-from rlhf_core.store.layout import read_json
+from rlhf_core.store.protocol import StoredTable
 from rlhf_core.types import ArtifactRef
 
 _URI = re.compile(r"store://[0-9a-f]{64}(/(?!\.\.?(/|$))[^/]+)*|file:///.*", re.DOTALL)
@@ -83,7 +83,7 @@ class Provenance(BaseModel):
 
 
 class KeyRecord(Provenance):
-    """The commit record of a key, stored as `keys/<aa>/<key>.json`."""
+    """The commit record of a key, part of the table `keys/<key>`."""
 
     key: str
     handle: ArtifactRef
@@ -103,7 +103,7 @@ class KeyRecord(Provenance):
         return f"{self.started[:16].replace('T', ' ')} UTC"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the content of the record's file."""
+        """The record as a JSON value."""
         return self.model_dump(mode="python")
 
 
@@ -126,13 +126,13 @@ def restore_handle(stored: Mapping[str, Any]) -> ArtifactRef:
     return kind.model_validate(stored["fields"])
 
 
-def parse_record(path: Path) -> tuple[KeyRecord | None, str]:
-    """Return the record in a file, or a description of its damage; neither if the file does not exist."""
-    stored = read_json(path)
-    if stored is None:
-        return None, "is not a JSON object" if path.exists() else ""
+def parse_record(table: StoredTable) -> tuple[KeyRecord | None, str]:
+    """The record in the table of a key, or a description of its damage; neither if the key has no record."""
+    stored = table.value.get("record")
+    if not stored:
+        return None, ""
     try:
-        record = KeyRecord.model_validate(stored)
+        record = KeyRecord.model_validate(stored["facts"])
     except ArtifactError as error:
         return None, str(error)
     except ValidationError as error:
@@ -140,7 +140,7 @@ def parse_record(path: Path) -> tuple[KeyRecord | None, str]:
         return None, f"has no valid {'.'.join(map(str, first['loc']))}: {first['msg']}"
     except (KeyError, TypeError) as error:
         return None, f"contains a handle without {error}"
-    if record.key != path.stem:
+    if table.name != f"keys/{record.key}":
         return None, f"is the record of another key, {record.key[:12]}"
     bad = next((uri for uri in _uris(record.handle) if not _URI.fullmatch(uri)), None)
     return (record, "") if bad is None else (None, f"has no valid handle.uri: {bad!r} is not the address of an object")

@@ -6,6 +6,7 @@ from typing import TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from rlhf_core.store.layout import read_json
+from rlhf_core.store.protocol import StoredTable
 
 
 class Stored(BaseModel):
@@ -22,5 +23,13 @@ def read_stored(path: Path, kind: type[S]) -> S | None:
     table = read_json(path)
     try:
         return None if table is None else kind.model_validate(table)
+    except ValidationError:
+        return None
+
+
+def stored_in(table: StoredTable | None, kind: type[S]) -> S | None:
+    """The value of a table as `kind`; None if there is no table or it has other content."""
+    try:
+        return None if table is None else kind.model_validate(table.value)
     except ValidationError:
         return None

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import math
 import os
 import sqlite3
 import tempfile
@@ -215,5 +214,4 @@ def from_tags(values: Mapping[str, str]) -> Owner | None:
         pid=int(pid),
         pid_started=int(pid_started),
         token="",
-        expires=math.inf,
     )

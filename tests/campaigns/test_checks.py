@@ -18,7 +18,8 @@ from campaigns.durability.checks import (
 )
 from rlhf_core.stage.run import execute
 from rlhf_core.store.artifacts import ArtifactStore
-from rlhf_core.store.object_check import set_aside_record
+from rlhf_core.store.leases import name_of, ourselves
+from rlhf_core.store.protocol import update
 from tests.support.toy_stage import NoEngines, RecordingTracker, toy_spec
 
 
@@ -74,12 +75,12 @@ def test_a_flipped_byte_is_a_problem(tmp_path):
 @pytest.mark.parametrize(
     "name",
     [
-        "leases/abc.json",
         "attempts/abc/out-2",
         "attempts/abc/work-1/ckpt",
         "attempts/abc/work-1/shards",
         "attempts/abc/shards",
-        "keys/ab/.abc.json.01234567-1-abcdef",
+        "tables/keys/.abc.json.01234567-1-abcdef",
+        "trash/abc.def",
         "attempts/abc/work-1/ckpt/.saving-0000000004-0a1b2c3d",
         "attempts/abc/state-00000.99.tmp",
     ],
@@ -92,12 +93,13 @@ def test_what_should_be_gone_is_named(tmp_path, name):
     assert name in leftovers(tmp_path)
 
 
-def test_what_was_set_aside_is_named_with_its_reason_in_one_line(tmp_path):
+def test_a_lease_and_an_object_that_was_set_aside_are_named(tmp_path):
     key = make(tmp_path)["toy"].key
-    set_aside_record(ArtifactStore(tmp_path / "store").layout, key, "its object\nis gone")
-    moved, folder, why = leftovers(tmp_path)
-    assert moved.startswith(f"quarantine/{key}.") and folder == "quarantine/why"
-    assert why.startswith(f"quarantine/why/{key}.json: ") and "its object\\nis gone" in why and "\n" not in why
+    store = ArtifactStore(tmp_path / "store")
+    store.shared.set_aside(store.record(key).handle.digest)
+    update(store.shared, name_of(key), lambda value: value | {"lease": dataclasses.asdict(ourselves())})
+    lease, aside = leftovers(tmp_path)
+    assert aside.startswith("quarantine/") and lease == name_of(key)
 
 
 def test_a_curve_that_goes_back_is_named():

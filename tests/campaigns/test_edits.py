@@ -65,10 +65,10 @@ def test_after_another_result_a_killed_run_takes_nothing_of_the_old_attempt(tmp_
     setup = killed_and_edited(tmp_path, "result")
     assert edits.wrong_decisions(setup, peace, "result") == []
     assert checks.problems(setup.home, peace.edited) == [] and edits.mixtures(setup.home, peace) == []
-    old = ArtifactStore(setup.home / "store").layout.attempt(peace.results["toy"].key)
+    old = ArtifactStore(setup.home / "store").attempts(peace.results["toy"].key)
     assert attempts.checkpoints(old).is_dir(), "it waits for whoever brings the old file back"
     assert checks.leftovers(setup.home) != []
-    assert checks.leftovers(setup.home, unfinished={old.name}) == []
+    assert checks.leftovers(setup.home, unfinished={old.key}) == []
 
 
 def test_a_file_that_is_edited_while_its_stage_runs_makes_no_mixture(tmp_path, peace):

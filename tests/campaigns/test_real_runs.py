@@ -65,14 +65,12 @@ def test_the_command_believes_in_another_machine_and_another_time(tmp_path):
 
     def run() -> None:
         status = command.main([argument, "runs", "--store", str(tmp_path / "store")])
-        file.write_text(
-            json.dumps([status, time.time() - wall, leases.here(), leases.TTL_SECONDS, leases.WATCH_SECONDS])
-        )
+        file.write_text(json.dumps([status, time.time() - wall, leases.here(), leases.TTL_S, leases.HEARTBEAT_S]))
 
     assert processes.run(run, tmp_path / "log").how == "completed", (tmp_path / "log").read_text()
     status, ahead, machine, *times = json.loads(file.read_text())
     assert status == 0 and 4000.0 <= ahead < 4300.0 and tuple(machine) == takeovers.ELSEWHERE
-    assert times == [command.TTL_S, command.WATCH_S]
+    assert times == [command.TTL_S, command.HEARTBEAT_S]
 
 
 def test_who_believes_in_the_right_time_has_it(tmp_path):

@@ -19,13 +19,12 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="path
 
 WHEN = [
     *(AtOperation("labels and pins", number) for number in (1, 5)),
-    *(AtOperation("attempts", number) for number in (1, 4, 7, 12)),
     AtOperation("artifact", 1),
     AtOperation("metrics", 3),
     *(AtOperation("checkpoint", number) for number in (1, 9)),
     AtOperation("checkpoint: rename and evict", 1),
     AtOperation("commit: object", 2),
-    *(AtOperation("commit: record", number) for number in (2, 5)),
+    *(AtOperation("table of a key", number) for number in (2, 5, 9, 14)),
 ]
 SPEC = toy_spec(ToyConfig(seconds_a_step=0.05))
 
@@ -66,7 +65,7 @@ def test_a_run_that_wakes_after_it_was_taken_over_ends_with_one_sentence_and_dis
     first = [stop_at(setup, when, elsewhere=elsewhere) for setup, when in zip(setups, WHEN, strict=True)]
     second = [processes.start(partial(run_toy, setup, SPEC), setup.home / LOG) for setup in setups]
     pairs = list(zip(setups, second, strict=True))
-    # Those that are stopped with the lock of the leases in their hands are waited for in vain: they are woken all the same.
+    # A run that is stopped while it holds the lock of the store is not taken over: the others wait until it is woken.
     wait(lambda: all(processes.has_ended(one) if late else is_at_work(setup, one) for setup, one in pairs), seconds=5.0)
     for one in first:
         os.killpg(one, signal.SIGCONT)
@@ -81,14 +80,15 @@ def test_a_run_that_wakes_after_it_was_taken_over_ends_with_one_sentence_and_dis
 
 def test_a_run_that_stops_where_it_takes_its_folder_does_not_take_its_successors(tmp_path):
     setup = Setup(tmp_path / "home", mlflow=False)
-    first = stop_at(setup, AtOperation("labels and pins", 5), elsewhere=False)  # noted what it is, not yet begun
+    first = stop_at(setup, AtOperation("work folder: taken over", 1), elsewhere=False)  # its attempt is noted
     run = partial(run_toy, setup, toy_spec(ToyConfig(seconds_a_step=0.3)))
     second = processes.start(run, setup.home / LOG)
     folder = ArtifactStore(setup.home / "store").layout.attempts
-    assert wait(lambda: list(folder.glob("*/work-1/ckpt/step-*")))
+    assert wait(lambda: list(folder.glob("*/work-2/ckpt/step-*")))
     os.killpg(first, signal.SIGCONT)
     assert processes.finish(first, kill_after_s=None)[0] == "failed"
     assert takeovers.SENTENCE in lives.last_words(setup, first)
     assert processes.finish(second, kill_after_s=None)[0] == "completed"
     (key,) = folder.iterdir()
-    assert [(item.number, item.pid) for item in attempts.history(key)] == [(1, second)]
+    past = attempts.history(ArtifactStore(setup.home / "store").attempts(key.name))
+    assert [(item.number, item.pid) for item in past] == [(1, first), (2, second)]

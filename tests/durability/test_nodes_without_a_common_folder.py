@@ -53,11 +53,12 @@ STORE = "s3://rlhf/team"
 READS = """
 import json, sys
 from rlhf_core.store.layout import folder_bytes
-from rlhf_core.store.places.mirror import mirror_of, store_root
+from rlhf_core.store.opening import open_store, store_root
 
-mirror = mirror_of(store_root(sys.argv[1]))
-mirror.fetch(sys.argv[2])
-print(json.dumps(["cached", {path.name: folder_bytes(path) for path in mirror.layout.objects.glob("*/*")}]))
+store = open_store(store_root(sys.argv[1]))
+store.fetch(sys.argv[2])
+objects = (store.folder / "objects").glob("*/*")
+print(json.dumps(["cached", {path.name: folder_bytes(path) for path in objects}]))
 """
 """Reads an object as a stage does, and prints what is in the cache of the node then."""
 

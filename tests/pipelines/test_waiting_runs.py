@@ -131,7 +131,7 @@ def test_a_run_that_stays_goes_on_when_it_is_answered(tmp_path, home, monkeypatc
     process.start()
     until(waiting.looked.exists)
     waiting.judge()
-    decisions = GateDecisions(store_of(waiting.config, home).layout)
+    decisions = GateDecisions(store_of(waiting.config, home).shared)
     until(decisions.requests)
     decisions.decide(decisions.requests()[0], "approve", reason="fine")
     process.join(120)
@@ -143,7 +143,7 @@ def test_a_run_that_stays_goes_on_when_it_is_answered(tmp_path, home, monkeypatc
 
 @pytest.mark.parametrize("after", range(20))
 def test_an_answer_stands_wherever_a_later_question_or_answer_is_killed(store, after):
-    decisions = GateDecisions(store.layout)
+    decisions = GateDecisions(store.shared)
     question = Question(gate="quality", condition={"after": "sft"}, digest="d1", found="loss 2 >= 1", run="night")
 
     def asks_and_answers(killed_after: int) -> None:

@@ -140,7 +140,7 @@ def test_it_waits_for_people_and_the_same_command_goes_on(tmp_path, store):
     (own / IMPORT).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     ref, decision = shop.run("collect_preferences", config, inputs)
     assert {row.chosen[0].content for row in read_preferences(store.path(ref) / "train.parquet")} == {"short"}
-    history = attempts.history(store.layout.attempt(decision.key))
+    history = attempts.history(store.attempts(decision.key))
     assert [one.status for one in history] == ["interrupted", "interrupted", "committed"]
     assert store.pins() == {ref.digest: "judgments of people"}
     assert shop.run("collect_preferences", config, inputs)[1].action == "HIT"

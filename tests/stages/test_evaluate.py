@@ -307,7 +307,7 @@ def test_only_training_stages_have_a_training_curve(shop, tmp_path):
     generate = GenerateConfig(sampling=SamplingConfig(max_tokens=8))
     made, decision = shop.run("generate", generate, {"policy": sft, "prompts": prompts})
     rows = [{"step": step, "values": {"generate/reward/mean": float(step)}} for step in range(3)]
-    logged = attempts.metrics(shop.store.layout.attempt(decision.key))
+    logged = attempts.metrics(shop.store.attempts(decision.key))
     logged.write_text("".join(json.dumps(row) + "\n" for row in rows))
     ref, _ = shop.run("evaluate", EvaluateConfig(), {"generations": {"sft": made}})
     assert [path.name for path in (shop.store.path(ref) / "figures").iterdir()] == ["training_sft.png"]

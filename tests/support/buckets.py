@@ -1,40 +1,83 @@
-"""Stores in a bucket for tests: in memory, or on a server that runs here."""
+"""Nodes that share a bucket in the memory of this process."""
 
-import os
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from obstore.store import MemoryStore
 
+from rlhf_core.store import bucket_server, opening
 from rlhf_core.store.artifacts import ArtifactStore
-from rlhf_core.store.places import mirror
-from rlhf_core.store.places.buckets import Bucket
 
 URI = "s3://memory/team"
+PAGE = 1000
+"""Entries in a response of LIST, as of S3."""
+
+
+class Client:
+    """A client of `obstore` in memory that counts requests and may receive other bytes than were stored."""
+
+    def __init__(self) -> None:
+        self.memory = MemoryStore()
+        self.requests: Counter[str] = Counter()
+        self.receive: Callable[[str, bytes], bytes] = lambda name, content: content
+
+    def get(self, name: str, **options: Any) -> Any:
+        self.requests["GET"] += 1
+        got = self.memory.get(name, **options)
+        content = self.receive(name, bytes(got.bytes()))
+        return SimpleNamespace(meta=got.meta, bytes=lambda: content, stream=lambda **_: iter([content]))
+
+    def put(self, name: str, content: Any, **options: Any) -> Any:
+        self.requests["PUT"] += 1
+        return self.memory.put(name, content, **options)
+
+    def list(self, *args: Any, **options: Any) -> Iterator[Any]:
+        self.requests["LIST"] += 1
+        options["chunk_size"] = PAGE
+        for number, some in enumerate(self.memory.list(*args, **options)):
+            self.requests["LIST"] += number > 0
+            yield some
+
+    def head(self, name: str) -> Any:
+        self.requests["HEAD"] += 1
+        return self.memory.head(name)
+
+    def delete(self, name: Any) -> None:
+        self.requests["DELETE"] += 1
+        self.memory.delete(name)
+
+    def names(self, prefix: str = "") -> list[str]:
+        """All names below a prefix."""
+        return sorted(one["path"] for some in self.memory.list(prefix) for one in some)
 
 
 class Nodes:
-    """Nodes that share a bucket in the memory of this process; each mirrors it in a folder of its own."""
+    """Nodes with separate cache folders below `folder`."""
 
     def __init__(self, folder: Path, patch: Any) -> None:
-        self.folder, self._patch = folder, patch
-        self.bucket = Bucket(URI, MemoryStore())
-        patch.setattr(mirror, "open_bucket", lambda uri: self.bucket)
+        self.folder, self.client, self._patch = folder, Client(), patch
+        patch.setattr(bucket_server, "open_bucket", lambda uri: self.client)
 
     def store(self, node: str) -> ArtifactStore:
-        """Return the store as this node sees it."""
+        """The store as a new process on this node opens it."""
         self._patch.setenv("RLHF_CACHE", str(self.folder / node))
-        return ArtifactStore(mirror.store_root(URI))
+        opening._open_bucket_store.cache_clear()
+        return ArtifactStore(opening.store_root(URI))
+
+    def cut_power(self, node: str) -> int:
+        """Empty the files in the cache of a node that were not fsynced; returns their number."""
+        files = [path for path in (self.folder / node).rglob("*") if path.is_file() and path.name != "store.json"]
+        for path in files:
+            path.chmod(0o644)
+            path.write_bytes(b"")
+        return len(files)
 
 
-def mirror_in(store: ArtifactStore) -> mirror.Mirror:
-    """Return the mirror under a store."""
-    assert store._mirror is not None
-    return store._mirror
-
-
-def release(store: ArtifactStore) -> None:
-    """Let the cache of a node remove what this process has read, as if the process had ended."""
-    held = mirror_in(store)._held
-    while held:
-        os.close(held.popitem()[1])
+def flip(content: bytes) -> bytes:
+    """The same bytes with one wrong bit."""
+    return content[:-1] + bytes([content[-1] ^ 1]) if content else content

@@ -1,13 +1,16 @@
 """Records and artifacts that tests make without running a stage."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.fingerprint import sha256_text
 from rlhf_core.store.records import Provenance
-from rlhf_core.types import PolicyRef
+from rlhf_core.types import ArtifactRef, PolicyRef
+
+R = TypeVar("R", bound=ArtifactRef)
+NO_CHILDREN: Mapping[str, tuple[str, type[ArtifactRef]]] = {}
 
 
 def provenance(**changes: Any) -> Provenance:
@@ -38,7 +41,23 @@ def write_files(folder: Path, files: Mapping[str, str]) -> Path:
     return folder
 
 
+def commit(
+    store: ArtifactStore,
+    key: str,
+    out: Path,
+    kind: type[R],
+    *,
+    record: Provenance,
+    children: Mapping[str, tuple[str, type[ArtifactRef]]] = NO_CHILDREN,
+    parents: Sequence[str] = (),
+) -> R:
+    """Commit the folder `out` as the result of `key`, under a lease of it."""
+    with store.lease(key) as lease:
+        return store.commit(lease, out, kind, children=children, record=record, parents=parents)
+
+
 def commit_text(store: ArtifactStore, content: str, **changes: Any) -> PolicyRef:
     """Commit an artifact of one file `a.txt` under the key `sha256_text(content)`."""
-    out = write_files(store.layout.attempts / "out", {"a.txt": content})
-    return store.commit(sha256_text(content), out, PolicyRef, children={}, record=provenance(**changes))
+    with store.lease(sha256_text(content)) as lease:
+        out = write_files(store.layout.attempts / "out", {"a.txt": content})
+        return store.commit(lease, out, PolicyRef, children={}, record=provenance(**changes))

@@ -20,9 +20,9 @@ from pipelines.flows.profile import load_profile
 from rlhf_core.runtime import placement, ray_runtime
 from rlhf_core.runtime.ray_settings import ray
 from rlhf_core.stage.decision import Decision
+from rlhf_core.store import unfinished
 from rlhf_core.store.artifacts import ArtifactStore
-from rlhf_core.store.places import unfinished
-from rlhf_core.store.places.mirror import store_root
+from rlhf_core.store.opening import store_root
 from rlhf_core.tracking.memory import MemoryTracker
 
 
@@ -58,15 +58,15 @@ class Telling(Silent):
 def telling_what_is_kept(label: Callable[[], str]) -> None:
     """Let uploads of checkpoints be looked for often, and print the label of the stage that has one."""
     unfinished.LOOK_SECONDS = 0.2
-    look = unfinished.Keeper.look
+    look = unfinished._Keeper.look
 
-    def told(keeper: unfinished.Keeper) -> bool:
-        before, done = keeper._uploaded, look(keeper)
+    def told(keeper: unfinished._Keeper) -> None:
+        before = keeper._uploaded
+        look(keeper)
         if keeper._uploaded != before:
             tell("kept", label())
-        return done
 
-    unfinished.Keeper.look = told  # type: ignore[method-assign]
+    unfinished._Keeper.look = told  # type: ignore[method-assign]
 
 
 def tell(*said: object) -> None:

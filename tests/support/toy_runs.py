@@ -19,10 +19,10 @@ def run_toy(
     act: Callable[[], None] = instants.die,
     elsewhere: bool = False,
     prepare: Callable[[], None] = lambda: None,
-    watch_s: float = 0.3,
+    ttl_s: float = 0.4,
 ) -> None:
     """Run the toy stage on the store of `setup`; note decisions and how it ended as the campaign does."""
-    takeovers.short_leases(ttl_s=0.4, heartbeat_s=0.1, watch_s=watch_s)
+    takeovers.short_leases(ttl_s=ttl_s, heartbeat_s=0.1)
     prepare()
     if elsewhere:
         takeovers.be_elsewhere()

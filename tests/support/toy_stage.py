@@ -68,7 +68,7 @@ def run(config: ToyConfig, *, context: StageContext, policy: PolicyRef | None = 
                 context.wait("nobody has written the file", {"file": str(people)})
         if step == 2 and config.trouble == "ask":
             question = Question(gate="pace", condition={"after": context.label}, digest=context.key, found="too fast")
-            request = GateDecisions(context.store.layout).find(question.id)
+            request = GateDecisions(context.store.shared).find(question.id)
             if request is None or request.answer is None:
                 context.wait("too fast", {"question": question.model_dump()})
         while config.trouble.startswith("wait:") and not Path(config.trouble.removeprefix("wait:")).exists():

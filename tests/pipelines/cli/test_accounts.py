@@ -77,8 +77,8 @@ def test_a_time_without_results_and_deeds_is_said_with_the_store(store, capsys):
 
 def test_audit_lists_pins_collections_and_decisions_with_who_and_why(store, capsys):
     ref, where = commit_text(store, "1"), ["--store", str(store.root)]
-    asked = GateDecisions(store.layout).ask(Question(gate="quality", condition={}, digest="d1"), run="night", links={})
-    GateDecisions(store.layout).decide(asked, "approve", reason="good", by="ben")
+    asked = GateDecisions(store.shared).ask(Question(gate="quality", condition={}, digest="d1"), run="night", links={})
+    GateDecisions(store.shared).decide(asked, "approve", reason="good", by="ben")
     assert main(["store", "pin", ref.digest, "--note", "for the paper", *where]) == 0
     assert main(["store", "unpin", ref.digest, *where]) == 0
     (store.layout.quarantine / "old").mkdir(parents=True)

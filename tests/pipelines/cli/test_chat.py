@@ -23,10 +23,10 @@ from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.errors import RlhfError
 from rlhf_core.runtime.local_runtime import LocalRuntime
 from rlhf_core.store.artifacts import ArtifactStore
-from rlhf_core.store.layout import remove_tree, write_json
+from rlhf_core.store.layout import remove_tree
 from rlhf_core.types import ArtifactRef, Message, PolicyRef, RewardModelRef, SamplingRequest
 from tests.support.chat_server import ChatServer
-from tests.support.records import provenance
+from tests.support.records import commit, provenance
 from tests.support.workshop import RUNTIME
 
 
@@ -66,7 +66,7 @@ def test_a_label_means_the_policy_of_the_newest_run_that_has_one(store, home):
         out = home.root / f"out-{key}"
         out.mkdir()
         (out / "weights.txt").write_text(key)
-        return store.commit(key * 64, out, kind, children={}, record=provenance(label=label)).digest
+        return commit(store, key * 64, out, kind, children={}, record=provenance(label=label)).digest
 
     def noted(profile: str, **policies: str) -> None:
         note = new_note(
@@ -77,7 +77,7 @@ def test_a_label_means_the_policy_of_the_newest_run_that_has_one(store, home):
     with pytest.raises(RlhfError, match="model = 'ppo': no run of tiny/rlvr has it; `rlhf run tiny/rlvr` makes it"):
         find_policy("ppo", "tiny/rlvr", store, home)
     first, second, last = made("a"), made("b"), made("c")
-    write_json(store.layout.label("ppo"), {"key": "c" * 64})
+    store.note_label("ppo", "", {"key": "c" * 64})
     with pytest.raises(RlhfError, match="model = 'ppo': no run of tiny/rlvr has it; `rlhf run tiny/rlvr` makes it"):
         find_policy("ppo", "tiny/rlvr", store, home)
     assert find_policy("ppo", "", store, home)[0].digest == last

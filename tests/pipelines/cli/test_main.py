@@ -19,6 +19,7 @@ from pipelines.cli import main as main_module
 from pipelines.cli.main import GROUPS, VERBS, _parser, main
 from pipelines.execution.plan import PlannedStage
 from pipelines.flows.profile import load_profile
+from rlhf_core.errors import ArtifactError
 from rlhf_core.stage.decision import Decision, decide
 from rlhf_core.stage.run import execute
 from rlhf_core.store.artifacts import ArtifactStore
@@ -227,11 +228,11 @@ def test_a_store_of_a_newer_version_is_refused_by_every_verb(here, capsys, argum
     monkeypatch.setattr("pipelines.cli.run_command.prefect_server", lambda home: nullcontext())
     store = here / "home" / "store"
     store.mkdir(parents=True)
-    (store / "store.json").write_text('{"schema": 2}')
+    (store / "store.json").write_text('{"schema": 3}')
     assert main(arguments) == 2
     error = capsys.readouterr().err
     assert error.startswith(
-        f"store = {store}: was written by a newer version (schema 2, this one knows 1); upgrade, or"
+        f"store = {store}: was written by a newer version (schema 3, this one knows 2); upgrade, or"
     )
     assert [path.name for path in store.iterdir()] == ["store.json"]
 
@@ -247,30 +248,35 @@ def test_a_damaged_store_is_listed_with_its_damage_and_planned_with_the_reason(h
     short.chmod(0o644)
     short.write_text("")
     remove_tree(store.path(records["gone"].handle))
-    store.layout.key(records["torn"].key).write_text("{")
+    (store.root / "tables" / "keys" / f"{records['torn'].key}.json").write_text("{")
 
     assert main(["store", "ls"]) == 0
     lines = capsys.readouterr().out.splitlines()
     said = {line.split()[2]: line for line in lines if len(line.split()) > 2}
     assert "damaged" not in said["sound"]
     assert "damaged: total.txt has 0 bytes" in said["short"] and "damaged: its object is gone" in said["gone"]
-    assert any(line.startswith("not readable: ") and line.endswith("is not a JSON object") for line in lines)
+    assert any(line.startswith("not readable: ") and "has other content than was written" in line for line in lines)
     assert main(["store", "ls", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert {one["label"] for one in found["artifacts"] if one["damage"]} == {"short", "gone"}
     assert len(found["unreadable"]) == 1
     assert main(["store", "gc", "--keep-days", "0"]) == 0
-    assert "`rlhf store verify` first" in capsys.readouterr().out
+    assert "`rlhf store verify --set-aside` first" in capsys.readouterr().out
 
+    assert main(["store", "verify"]) == 1
+    assert "3 damaged: run `rlhf store verify --set-aside`" in capsys.readouterr().out
+    with pytest.raises(ArtifactError, match="has other content than was written"):
+        decide(store, specs[-1])
+    assert main(["store", "verify", "--set-aside"]) == 1
+    assert capsys.readouterr().out.count("total.txt has 0 bytes") == 1
+    assert main(["store", "ls"]) == 0
+    assert f"set aside: short {records['short'].key}: total.txt has 0 bytes" in capsys.readouterr().out
     reasons = {spec.label: decide(store, spec) for spec in specs}
-    assert main(["store", "verify"]) == 0
-    said = capsys.readouterr().out
-    assert f"in quarantine: {store.root}/quarantine/{records['short'].handle.digest[:8]}" in said
-    assert len(store.layout.set_aside(records["short"].key)) == 2 and said.count("total.txt has 0 bytes") >= 2
     assert {label: found.action for label, found in reasons.items()} == dict.fromkeys(RATES, "RUN") | {"sound": "HIT"}
-    assert "total.txt has 0 bytes" in reasons["short"].reason and "is not a JSON object" in reasons["torn"].reason
+    assert "total.txt has 0 bytes" in reasons["short"].reason
     remove_tree(store.path(records["sound"].handle))
-    assert [main(["store", "verify"]), main(["store", "verify"])] == [1, 0], "the first finds the damage"
+    aside = ["store", "verify", "--set-aside"]
+    assert [main(aside), main(aside)] == [1, 0], "the first finds the damage"
 
 
 RATES = {"sound": 0.1, "short": 0.2, "gone": 0.3, "torn": 0.4}

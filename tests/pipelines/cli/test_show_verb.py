@@ -16,7 +16,7 @@ from pipelines.services.run_notes import COMPLETED, new_note
 from rlhf_core.stage.run import execute
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import PolicyRef
-from tests.support.records import provenance, write_files
+from tests.support.records import commit, provenance, write_files
 from tests.support.small_pipeline import write_mini
 from tests.support.toy_stage import NoEngines, RecordingTracker, toy_spec
 
@@ -39,7 +39,7 @@ def made(tmp_path, monkeypatch):
     note.change()
     metrics = {"loss": 0.5, "accuracy": 0.75, "accuracy_low": 0.5, "accuracy_high": 1.0}
     started = datetime.now(UTC).isoformat()
-    ref = store.commit(KEY, out, PolicyRef, children={}, record=provenance(metrics=metrics, started=started))
+    ref = commit(store, KEY, out, PolicyRef, children={}, record=provenance(metrics=metrics, started=started))
     note.change(state=COMPLETED)
     return ref
 

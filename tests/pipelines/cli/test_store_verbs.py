@@ -6,7 +6,7 @@ from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.fingerprint import sha256_text
 from rlhf_core.types import PolicyRef
 from tests.support.buckets import URI, Nodes
-from tests.support.records import commit_text, provenance, write_files
+from tests.support.records import commit, commit_text, provenance, write_files
 
 KEY = sha256_text("12")
 
@@ -27,7 +27,7 @@ def test_a_result_is_pushed_to_a_bucket_and_pulled_from_it(store, tmp_path, monk
     assert main(["store", "ls", *at]) == 0 and "sft" in capsys.readouterr().out
     other = ArtifactStore(nodes.folder / "other")
     out = write_files(other.layout.attempts / "out", {"a.txt": "21"})
-    other.commit(KEY, out, PolicyRef, children={}, record=provenance(label="sft"))
+    commit(other, KEY, out, PolicyRef, record=provenance(label="sft"))
     assert main(["store", "push", "sft", URI, "--store", str(other.root)]) == 0
     assert f"already, which is another, {ref.digest[:12]}, and stays" in capsys.readouterr().out
     assert main(["store", "share", "--group", "root", *at]) == 2
@@ -36,7 +36,8 @@ def test_a_result_is_pushed_to_a_bucket_and_pulled_from_it(store, tmp_path, monk
     assert main(["store", "push", str(tmp_path / "folder"), URI, *away]) == 2
     assert "is neither label nor digest of an artifact; " in capsys.readouterr().err
     assert not (store.root / "roots" / "external").exists(), "nothing was done"
-    (store.path(ref) / "a.txt").chmod(0o644)
-    (store.path(ref) / "a.txt").write_text("13")
+    folder = store.path(ref)
+    (folder / "a.txt").chmod(0o644)
+    (folder / "a.txt").write_text("13")
     with pytest.raises(ArtifactError, match="has other content than its digest says"):
-        ArtifactStore(nodes.folder / "third").adopt(found, store.path(ref))
+        ArtifactStore(nodes.folder / "third").adopt(found, folder)

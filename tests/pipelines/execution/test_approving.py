@@ -1,6 +1,5 @@
 """Answers to what a gate has asked: which question is meant, and the commands that give them."""
 
-import json
 import shlex
 from unittest.mock import MagicMock
 
@@ -19,8 +18,8 @@ from pipelines.services.home import Home
 from pipelines.services.waits import may_go_on
 from rlhf_core.errors import ConfigError
 from rlhf_core.stage.stopping import RunBlocked, RunOverBudget, StageWaiting
+from rlhf_core.store.disk import DiskStore
 from rlhf_core.store.gate_decisions import Asker, GateAnswer, GateDecisions, GateRequest, Question
-from rlhf_core.store.layout import StoreLayout
 from rlhf_core.tracking.memory import MemoryTracker
 from rlhf_core.types import PolicyRef
 from tests.pipelines.execution.test_gates import APPROVE, Trial
@@ -42,7 +41,7 @@ def trial(tmp_path, home: Home, monkeypatch) -> Trial:
 def requests(home: Home) -> list[GateRequest]:
     from rlhf_core.store.artifacts import ArtifactStore
 
-    return GateDecisions(ArtifactStore(home.store).layout).requests()
+    return GateDecisions(ArtifactStore(home.store).shared).requests()
 
 
 @pytest.mark.parametrize("named", ["mini", "f1", "profile"])
@@ -53,10 +52,10 @@ def test_a_run_is_named_by_its_profile_its_name_or_its_flow_run(trial, home, nam
     (request,) = requests(home)
     assert f"gate quality, first {request.question.digest[:12]}: approved by " in said and ": good enough" in said
     assert "or with `rlhf resume f1`" in said
-    (wait,) = StoreLayout(home.store).waits.iterdir()
-    assert len(json.loads(wait.read_text())["keys"]) == 2, "the finished stages"
+    (wait,) = DiskStore(home.store).tables("waits/")
+    assert len(wait.value["keys"]) == 2, "the finished stages"
     assert len(trial.run(APPROVE)) == 4
-    assert not wait.exists()
+    assert list(DiskStore(home.store).tables("waits/")) == []
 
 
 def test_a_rejection_ends_the_next_run_as_blocked(trial):

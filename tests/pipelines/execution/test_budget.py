@@ -22,6 +22,7 @@ from rlhf_core.stage import stopping
 from rlhf_core.stage.decision import Decision
 from rlhf_core.stage.key import StageSpec
 from rlhf_core.stage.stopping import RunOverBudget
+from rlhf_core.store.disk import DiskStore
 from rlhf_core.tracking.memory import MemoryTracker
 from rlhf_core.types import PolicyRef
 from tests.support.listener import Notes
@@ -47,22 +48,22 @@ def spend(budget: Budget, clock: Clock, seconds: float, gpus: float = 0.0, *, co
 
 def test_hours_are_counted_over_attempts_until_the_run_finishes(tmp_path):
     clock, config = Clock(), BudgetConfig(hours=2)
-    spend(Budget(config, "night", tmp_path, clock), clock, 1.5 * HOUR)
-    again = Budget(config, "night", tmp_path, clock)  # another process goes on with the run
+    spend(Budget(config, "night", DiskStore(tmp_path), clock), clock, 1.5 * HOUR)
+    again = Budget(config, "night", DiskStore(tmp_path), clock)  # another process goes on with the run
     spend(again, clock, 1.0 * HOUR)
     with pytest.raises(
         RunOverBudget, match=r"^budget.hours = 2: 2.5 hours are spent; finished work is kept: run the same"
     ):
         spend(again, clock, 0.0)
-    spend(Budget(BudgetConfig(hours=3), "night", tmp_path, clock), clock, 0.1 * HOUR)
-    Budget(config, "day", tmp_path, clock).check()  # another run has a budget of its own
+    spend(Budget(BudgetConfig(hours=3), "night", DiskStore(tmp_path), clock), clock, 0.1 * HOUR)
+    Budget(config, "day", DiskStore(tmp_path), clock).check()  # another run has a budget of its own
     again.close()
-    Budget(config, "night", tmp_path, clock).check()
+    Budget(config, "night", DiskStore(tmp_path), clock).check()
 
 
 def test_gpu_hours_count_gpus_and_work_of_others_costs_nothing(tmp_path):
     clock = Clock()
-    budget = Budget(BudgetConfig(gpu_hours=8), "night", tmp_path, clock)
+    budget = Budget(BudgetConfig(gpu_hours=8), "night", DiskStore(tmp_path), clock)
     spend(budget, clock, 50 * HOUR, gpus=0)
     spend(budget, clock, 3 * HOUR, gpus=4, counts=False)
     spend(budget, clock, 1 * HOUR, gpus=4)
@@ -74,21 +75,21 @@ def test_gpu_hours_count_gpus_and_work_of_others_costs_nothing(tmp_path):
 
 def test_the_cost_adds_up_machines_and_gpus_at_the_present_prices(tmp_path):
     clock, prices = Clock(), PricesConfig(gpu=2.0, machine=0.5)
-    budget = Budget(BudgetConfig(cost=20, prices=prices), "night", tmp_path, clock)
+    budget = Budget(BudgetConfig(cost=20, prices=prices), "night", DiskStore(tmp_path), clock)
     spend(budget, clock, 2 * HOUR, gpus=4)  # 2 h x (0.5 + 4 x 2.0) = 17
     spend(budget, clock, 4 * HOUR)  # + 4 h x 0.5 = 19
     budget.check()
     spend(budget, clock, 2 * HOUR)  # + 2 h x 0.5 = 20
     with pytest.raises(RunOverBudget, match=r"^budget.cost = 20: 20 is what the hours so far have cost; finished work"):
         budget.check()
-    Budget(BudgetConfig(cost=20.1, prices=prices), "night", tmp_path, clock).check()
+    Budget(BudgetConfig(cost=20.1, prices=prices), "night", DiskStore(tmp_path), clock).check()
     dearer = BudgetConfig(cost=20.1, prices=PricesConfig(gpu=2.5, machine=0.5))  # 8 h x 0.5 + 8 GPU hours x 2.5 = 24
     with pytest.raises(RunOverBudget, match=r"^budget.cost = 20.1: 24 is"):
-        Budget(dearer, "night", tmp_path, clock).check()
+        Budget(dearer, "night", DiskStore(tmp_path), clock).check()
 
 
 def test_a_stage_is_stopped_when_its_gpus_have_cost_what_is_left(tmp_path):
-    budget = Budget(BudgetConfig(cost=0.001, prices=PricesConfig(gpu=3.6)), "night", tmp_path)
+    budget = Budget(BudgetConfig(cost=0.001, prices=PricesConfig(gpu=3.6)), "night", DiskStore(tmp_path))
     began = time.monotonic()
     with pytest.raises(RunOverBudget, match=r"^budget.cost = 0.001: 0.0\d+ is"), budget.spending(4):
         while not stopping.reason():  # 0.001 / (4 x 3.6 an hour) = 0.25 s
@@ -104,7 +105,7 @@ def test_a_cost_without_prices_is_refused():
 
 def test_what_a_failed_stage_has_spent_counts(tmp_path):
     clock = Clock()
-    budget = Budget(BudgetConfig(hours=1), "night", tmp_path, clock)
+    budget = Budget(BudgetConfig(hours=1), "night", DiskStore(tmp_path), clock)
     with pytest.raises(ZeroDivisionError), budget.spending(0):
         clock.now += 2 * HOUR
         raise ZeroDivisionError
@@ -114,16 +115,16 @@ def test_what_a_failed_stage_has_spent_counts(tmp_path):
 
 def test_without_a_budget_nothing_is_written(tmp_path):
     clock = Clock()
-    spend(Budget(BudgetConfig(), "night", tmp_path, clock), clock, HOUR)
+    spend(Budget(BudgetConfig(), "night", DiskStore(tmp_path), clock), clock, HOUR)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_run_of_the_same_name_without_a_budget_leaves_what_was_spent(tmp_path):
     clock, config = Clock(), BudgetConfig(hours=1)
-    spend(Budget(config, "tiny", tmp_path, clock), clock, 2 * HOUR)
-    Budget(BudgetConfig(), "tiny", tmp_path, clock).close()
+    spend(Budget(config, "tiny", DiskStore(tmp_path), clock), clock, 2 * HOUR)
+    Budget(BudgetConfig(), "tiny", DiskStore(tmp_path), clock).close()
     with pytest.raises(RunOverBudget):
-        Budget(config, "tiny", tmp_path, clock).check()
+        Budget(config, "tiny", DiskStore(tmp_path), clock).check()
 
 
 def toys(trouble: str) -> Any:
@@ -168,7 +169,7 @@ def test_a_stage_is_asked_to_save_when_the_hours_are_spent_and_a_higher_budget_g
     assert notes.of("started") == [("first", "HIT"), ("second", "RESUME")]
 
     config = load_profile(write_mini(tmp_path))
-    assert list((store_of(config, home).root / "roots" / "budgets").iterdir()) == []  # the next run starts anew
+    assert list(store_of(config, home).shared.tables("budgets/")) == []  # the next run starts anew
     assert stopping.reason() == ""
 
 

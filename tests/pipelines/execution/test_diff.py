@@ -29,7 +29,7 @@ from rlhf_core.stage.decision import Decision
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.layout import remove_tree
 from rlhf_core.types import ArtifactRef, Completion, Generation, GenerationsRef, Message, PolicyRef, Prompt
-from tests.support.records import provenance
+from tests.support.records import commit, provenance
 from tests.support.small_pipeline import write_mini
 from tests.support.toy_stage import toy_spec
 
@@ -61,7 +61,7 @@ class Made:
         }  # fmt: skip
         facts = provenance(label=label, stage=label, payload=payload, **{"code": CODE, **more})
         parents = () if parent is None else (parent.digest,)
-        return self.store.commit(f"{self.count:064d}", out, kind, children={}, record=facts, parents=parents)
+        return commit(self.store, f"{self.count:064d}", out, kind, children={}, record=facts, parents=parents)
 
 
 def said(*texts: str) -> list[Generation]:

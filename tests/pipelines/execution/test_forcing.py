@@ -76,7 +76,7 @@ def test_a_forced_stage_is_not_forced_again_after_an_approval(tmp_path, home, ca
     assert runs.run(APPROVE) == {"first": "HIT", "second": "HIT"}  # nobody has decided yet
     said = [one for one in caplog.messages if "not forced again" in one]
     assert said == ["first: forced before it waited; not forced again"]
-    decisions = GateDecisions(runs.store.layout)
+    decisions = GateDecisions(runs.store.shared)
     decisions.decide(decisions.requests()[0], "approve", reason="fine")
     assert runs.run(APPROVE) == {"first": "HIT", "second": "HIT", "third": "HIT"}
     assert runs.run(APPROVE)["first"] == "RUN"  # the run that waited has ended: this is another one
@@ -95,7 +95,7 @@ def test_a_failure_after_the_wait_forces_nothing_again(tmp_path, home):
     with pytest.raises(ValueError, match="step 2 went wrong"):
         runs.run(trouble="raise:2", at="third")
     assert runs.run(APPROVE)["first"] == "HIT"
-    decisions = GateDecisions(runs.store.layout)
+    decisions = GateDecisions(runs.store.shared)
     decisions.decide(decisions.requests()[0], "reject", reason="no")
     with pytest.raises(RunBlocked):
         runs.run(APPROVE)

@@ -135,7 +135,7 @@ def test_a_run_that_waits_asks_and_goes_on_when_approved(trial):
     ):
         trial.run(APPROVE)
     assert trial.ran == ["first", "alone"] and trial.tracker.tags["state"] == "Waiting"
-    decisions = GateDecisions(store_of(trial.config(APPROVE), trial.home).layout)
+    decisions = GateDecisions(store_of(trial.config(APPROVE), trial.home).shared)
     (request,) = decisions.requests()
     (asker,) = request.askers
     assert (asker.run, request.question.gate, asker.links) == ("mini", "quality", {"prefect.flow_run_id": "f1"})
@@ -159,7 +159,7 @@ def test_the_printed_command_can_be_pasted(trial, monkeypatch):
 def test_a_rejection_blocks_and_the_last_answer_counts(trial):
     with pytest.raises(StageWaiting):
         trial.run(APPROVE)
-    decisions = GateDecisions(store_of(trial.config(APPROVE), trial.home).layout)
+    decisions = GateDecisions(store_of(trial.config(APPROVE), trial.home).shared)
     decisions.decide(decisions.requests()[0], "reject", reason="too short", by="ada")
     with pytest.raises(RunBlocked, match=r"BLOCKED by gate quality: total 1.5 < 2; rejected by ada at .*: too short"):
         trial.run(APPROVE)
@@ -171,7 +171,7 @@ def test_a_rejection_blocks_and_the_last_answer_counts(trial):
 def test_an_approval_is_of_one_artifact_under_one_condition(trial):
     with pytest.raises(StageWaiting):
         trial.run(APPROVE)
-    decisions = GateDecisions(store_of(trial.config(APPROVE), trial.home).layout)
+    decisions = GateDecisions(store_of(trial.config(APPROVE), trial.home).shared)
     decisions.decide(decisions.requests()[0], "approve", reason="yes", by="ada")
     with pytest.raises(StageWaiting):  # another artifact
         trial.run(APPROVE, "seed=18")

@@ -16,6 +16,7 @@ from rlhf_core.stage.key import StageSpec
 from rlhf_core.store import attempts
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.checkpoints import Checkpoints
+from rlhf_core.store.collection import forget
 from rlhf_core.store.records import KeyRecord
 from rlhf_core.tracking.memory import MemoryTracker
 from rlhf_core.types import ArtifactRef
@@ -76,11 +77,11 @@ def test_no_retries_means_the_first_error():
 
 def test_checkpoints_and_shards_say_how_far_a_stage_got(tmp_path):
     store = ArtifactStore(tmp_path)
-    folder = store.layout.attempt("k")
+    folder = store.attempts("k")
     assert reached(store, "k") == NOWHERE
-    (folder / "work-1" / "shards").mkdir(parents=True)
+    (folder.path / "work-1" / "shards").mkdir(parents=True)
     for index in range(3):
-        (folder / "work-1" / "shards" / f"{index}.parquet").write_text("x")
+        (folder.path / "work-1" / "shards" / f"{index}.parquet").write_text("x")
     assert reached(store, "k") == (-1, 3)
     checkpoints = Checkpoints(attempts.checkpoints(folder))
     with checkpoints.saving(7, {}):
@@ -113,7 +114,7 @@ def test_a_stage_whose_trainer_is_killed_ends_with_the_same_bytes_in_the_same_ru
     notes, tracker, until = Notes(), MemoryTracker(), RunOptions(until="sft")
     with open_run(config, lifecycle, until, home=home, tracker=tracker, listener=notes) as run:
         in_peace = run_sft(lambda *_: None)
-        run.context.store.layout.key(in_peace.key).unlink()
+        forget(run.context.store.shared, in_peace.key)
         broken = run_sft(kill_the_trainer)
     assert broken.handle == in_peace.handle
     assert len(killed) == 1 and broken.attempts == in_peace.attempts + 2 and broken.resumed_from in (1, 2)

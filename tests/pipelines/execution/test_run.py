@@ -194,7 +194,7 @@ def test_who_attaches_opens_no_tracking_run_and_takes_the_result(tmp_path, home)
     spec = toy_spec(ToyConfig(), label="shared")
     other = FORK.Process(target=_hold_then_make, args=(store.root, spec))
     other.start()
-    while living_owner(store.layout.leases, stage_key(spec)) is None:
+    while living_owner(store.shared, stage_key(spec)) is None:
         time.sleep(0.02)
     pipeline: Pipeline = lambda config, stages: stages.run_stage(spec, PolicyRef)  # noqa: E731
     with open_run(config, pipeline, RunOptions(), home=home, tracker=tracker, listener=notes) as run:

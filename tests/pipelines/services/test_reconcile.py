@@ -17,8 +17,8 @@ from pathlib import Path
 from rlhf_core.store import attempts, leases
 from rlhf_core.store.artifacts import ArtifactStore
 store, key = ArtifactStore(Path(sys.argv[1])), sys.argv[2]
-with store.lease(key):
-    attempts.begin(store.layout.attempt(key), label="toy", resumed_from=None, code={})
+with store.lease(key) as lease:
+    attempts.begin(store.attempts(key, lease), label="toy", resumed_from=None, code={})
     os.kill(os.getpid(), 9)
 """
 
@@ -27,11 +27,12 @@ def test_the_lease_and_the_attempt_of_a_killed_process_are_ended_and_a_living_on
     store, spec = ArtifactStore(tmp_path / "store"), toy_spec()
     key = stage_key(spec)
     subprocess.run([sys.executable, "-c", KILLED, str(store.root), key], cwd=Path.cwd(), check=False)
-    with store.lease("alive"):
-        attempts.begin(store.layout.attempt("alive"), label="busy", resumed_from=None, code={})
+    with store.lease("alive") as lease:
+        attempts.begin(store.attempts("alive", lease), label="busy", resumed_from=None, code={})
         said = list(reconcile_store(store))
-        assert [path.stem for path in store.layout.leases.glob("*.json")] == ["alive"]
-        assert attempts.history(store.layout.attempt("alive"))[-1].status == "running"
+        held = [table.name for table in store.shared.tables("keys/") if leases.owner_in(table.value)]
+        assert held == ["keys/alive"]
+        assert attempts.history(store.attempts("alive"))[-1].status == "running"
         assert list(reconcile_store(store)) == []
     assert len(said) == 2
     assert said[0].startswith(f"lease {key[:12]} of process ") and said[0].endswith("removed: its owner is gone")

@@ -13,7 +13,7 @@ from rlhf_core.store.fingerprint import canonical_json
 from rlhf_core.types import ArtifactRef, PolicyRef, PublishedRef, ReportRef
 from stages import table
 from stages.publish import PublishConfig
-from tests.support.records import provenance
+from tests.support.records import commit, provenance
 
 
 def publish() -> StageSpec:
@@ -39,7 +39,7 @@ def test_a_policy_that_was_published_to_another_registry_is_published_again(tmp_
     out.mkdir(parents=True)
     (out / "gate.json").write_text("{}")
     record = provenance(label="publish", stage="publish", payload=target.payload, code=target.code, metrics={})
-    store.commit(target.key, out, PublishedRef, children={}, record=record)
+    commit(store, target.key, out, PublishedRef, children={}, record=record)
     remember(store, spec, target)
     assert decide(store, publish()).action == "HIT"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://you:other@one.example:5000")

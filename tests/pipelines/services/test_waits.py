@@ -18,7 +18,7 @@ from rlhf_core.types import Message
 
 
 def test_a_run_goes_on_when_one_of_its_questions_is_answered(store):
-    decisions = GateDecisions(store.layout)
+    decisions = GateDecisions(store.shared)
     questions = [Question(gate=name, condition={"after": "sft"}, digest="d1", run="night") for name in ("a", "b", "c")]
     asked = [decisions.ask(question, run="night", links={}) for question in questions[:2]]
     condition = answers_awaited([question.id for question in questions], store.root)

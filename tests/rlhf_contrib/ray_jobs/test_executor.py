@@ -115,7 +115,7 @@ def test_a_run_attaches_to_the_job_that_a_dead_flow_left_at_work(tmp_path, home,
         outcome = run_toy(run, jobs, spec)
     assert of(run, "started") == [("a/toy", "ATTACH")] and job_id in outcome.decision.reason
     assert list(jobs.processes) == [job_id] and jobs.stopped == []
-    assert [past.status for past in attempts.history(run.store.layout.attempt(stage_key(spec)))] == ["committed"]
+    assert [past.status for past in attempts.history(run.store.attempts(stage_key(spec)))] == ["committed"]
 
 
 def test_a_killed_job_is_submitted_again_and_goes_on_from_its_checkpoint(tmp_path, home, jobs):
@@ -200,7 +200,7 @@ def test_a_flow_that_is_interrupted_stops_its_job(tmp_path, home, jobs):
         run_toy(run, jobs, spec, progress=interrupt)
     assert jobs.stopped == list(jobs.processes)
     jobs.join()
-    (past,) = attempts.history(run.store.layout.attempt(stage_key(spec)))
+    (past,) = attempts.history(run.store.attempts(stage_key(spec)))
     assert past.status == "interrupted"
 
 
@@ -319,7 +319,7 @@ def test_a_question_of_a_job_is_asked_once_and_answered_for_the_run(tmp_path, ho
     with pytest.raises(stopping.StageWaiting) as waits:
         run.stage(spec, nothing)
     assert str(waits.value).count("`rlhf approve mini pace") == 1
-    decisions = GateDecisions(context.store.layout)
+    decisions = GateDecisions(context.store.shared)
     (request,) = decisions.requests()
     assert request.asked_in("mini") and request.asked_in("f1")
     decisions.decide(request, "approve", reason="fine")

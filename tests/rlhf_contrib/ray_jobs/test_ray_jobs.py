@@ -153,7 +153,7 @@ def test_a_killed_flow_leaves_its_job_at_work_and_the_next_run_attaches_to_it(ho
     store = ArtifactStore(home.store)
     record = store.record(key)
     assert record is not None and record.attempts == 1 and record.tracking["ray.submission_id"] == job_id
-    assert living_owner(store.layout.leases, key) is None
+    assert living_owner(store.shared, key) is None
     assert tracked(home) == [("jobs", "FINISHED"), ("jobs", "KILLED"), ("toy · jobs", "FINISHED")]
 
 
@@ -167,8 +167,8 @@ def test_a_flow_that_gets_sigterm_stops_its_job(home, start_flow, jobs):
     assert flow.process.wait(300) != 0
     wait_until(lambda: [job.state for job in own(jobs, home)] == ["STOPPED"])
     store = ArtifactStore(home.store)
-    (past,) = attempts.history(store.layout.attempt(key))
-    assert past.status == "interrupted" and living_owner(store.layout.leases, key) is None
+    (past,) = attempts.history(store.attempts(key))
+    assert past.status == "interrupted" and living_owner(store.shared, key) is None
     assert tracked(home) == [("jobs", "KILLED"), ("toy · jobs", "KILLED")]
 
 

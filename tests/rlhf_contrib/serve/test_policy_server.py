@@ -29,7 +29,7 @@ from rlhf_core.errors import ConfigError
 from rlhf_core.processes.identity import process_stat
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import Message, PolicyRef
-from tests.support.records import provenance
+from tests.support.records import commit, provenance
 from tests.support.workshop import SHAPE
 
 START_TIMEOUT_S = 500.0
@@ -78,7 +78,7 @@ def test_an_adapter_is_refused_over_weights_that_it_was_not_trained_over(home):
         (out / "adapter").mkdir(parents=True)
         (out / "weights.txt").write_text(label)
         facts = provenance(label=label, payload={"inputs": {"policy": start}})
-        return store.commit(key * 64, out, PolicyRef, children={}, record=facts)
+        return commit(store, key * 64, out, PolicyRef, children={}, record=facts)
 
     sft = made("a", "sft", "b" * 64)
     dpo = made("c", "dpo", sft.digest)
@@ -122,7 +122,7 @@ def published(home: Home, policy: Path) -> PolicyRef:
 
     store, out = ArtifactStore(home.store), home.root / "out"
     shutil.copytree(policy, out)
-    ref = store.commit("a" * 64, out, PolicyRef, children={}, record=provenance(label="ppo"))
+    ref = commit(store, "a" * 64, out, PolicyRef, children={}, record=provenance(label="ppo"))
     tracker = MlflowTracker(home.mlflow_uri, experiment="tiny", artifact_root=home.mlflow_artifacts)
     tracker.start("tiny", run_id=None, params={}, tags={})
     stage = tracker.stage("publish", key="k", params={}, tags={})

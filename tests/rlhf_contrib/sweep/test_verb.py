@@ -313,7 +313,7 @@ def test_the_best_goes_on_once_a_person_has_approved_it(small, tmp_path, monkeyp
         "WAITING at gate sweep: second:total 1.5 with ppo.kl_coef=0.1, the best of 3 points" in asked
         and "no result" not in asked
     )
-    (request,) = GateDecisions(ArtifactStore(tmp_path / "home" / "store").layout).requests()
+    (request,) = GateDecisions(ArtifactStore(tmp_path / "home" / "store").shared).requests()
     assert {one.profile for one in request.askers} == {profile_digest(load_profile(tmp_path / "mini.toml"))}
     answer = [str(tmp_path / "mini.toml"), "sweep", "--reason", "as expected"]
     assert main(["approve", *answer]) == 0

@@ -21,7 +21,7 @@ def pausing(**changes: Any) -> PPOConfig:
 
 
 def decide(shop: Workshop, question: Question, answer: Answer, *, by: str) -> None:
-    decisions = GateDecisions(shop.store.layout)
+    decisions = GateDecisions(shop.store.shared)
     decisions.decide(decisions.ask(question, run="night", links={}), answer, reason="looked at it", by=by)
 
 

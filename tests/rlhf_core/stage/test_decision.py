@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from rlhf_core.processes.identity import here, user_name
+from rlhf_core.processes.identity import user_name
 from rlhf_core.secrets.redaction import ErrorWithoutSecrets, know
 from rlhf_core.stage import context
 from rlhf_core.stage import decision as deciding
@@ -22,8 +22,11 @@ from rlhf_core.stage.stopping import StageWaiting
 from rlhf_core.store import records
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.attempts import history
-from rlhf_core.store.layout import remove_tree, write_json
-from rlhf_core.store.leases import lease_file
+from rlhf_core.store.collection import forget
+from rlhf_core.store.earlier import stored_record
+from rlhf_core.store.layout import remove_tree
+from rlhf_core.store.leases import name_of
+from rlhf_core.store.protocol import update
 from tests.support import toy_stage
 from tests.support.toy_stage import Inner, ToyConfig, run_toy, stage_key, toy_spec
 
@@ -130,12 +133,12 @@ def test_a_failed_attempt_is_resumed_from_what_it_left(store, trouble, decision)
 def test_a_lost_artifact_is_the_reason_to_run(store):
     _run(store, toy_spec())
     remove_tree(store.layout.objects)
-    for _ in range(2):  # the second time the record is in quarantine already
+    for _ in range(2):
         action, reason = _said(store, toy_spec())
         assert action == "RUN" and reason.startswith("its artifact cannot be used: ") and reason.endswith(" is gone")
     _run(store, toy_spec())
     assert _said(store, toy_spec())[0] == "HIT"
-    store.layout.key(stage_key(toy_spec())).unlink()
+    forget(store.shared, stage_key(toy_spec()))
     assert _said(store, toy_spec()) == ("RUN", "its artifact is gone")
 
 
@@ -144,8 +147,8 @@ def test_a_key_under_computation_is_attached_to(store):
     with store.lease(key):
         action, reason = _said(store, toy_spec())
         assert action == "ATTACH" and reason == f"process {os.getpid()} on {socket.gethostname()} is computing it"
-        lease = lease_file(store.layout.leases, key)
-        lease.write_text(lease.read_text().replace(here()[2], "that of another container"))
+        elsewhere = {"pid_namespace": "that of another container"}
+        update(store.shared, name_of(key), lambda value: value | {"lease": value["lease"] | elsewhere})
         assert _said(store, toy_spec())[1].endswith(
             "is computing it; should that have ended, its lease is taken over 120 s after its last sign"
         )
@@ -216,7 +219,8 @@ def test_a_result_that_an_earlier_version_kept_as_a_numbered_take_is_a_hit(store
     record = store.record(first.key)
     payload = record.payload | {"take": 2}
     take = record.model_copy(update={"key": payload_key(payload), "payload": payload, "failures": {}})
-    write_json(store.layout.key(take.key), take.to_json())
+    facts = json.loads(json.dumps(take.to_json()))
+    store.shared.write(name_of(take.key), {"record": stored_record(facts)}, None)
     decision = decide(store, _under(60.0))
     assert (decision.action, decision.key) == ("HIT", take.key)
     assert decide(store, _under(5.0)).key == first.key
@@ -225,9 +229,8 @@ def test_a_result_that_an_earlier_version_kept_as_a_numbered_take_is_a_hit(store
 def test_a_process_that_waited_for_a_result_which_does_not_fit_computes_its_own(store):
     slow = toy_spec(ToyConfig(inner=Inner(timeout_s=5.0), seconds_a_step=0.3))
     other = threading.Thread(target=_run, args=(store, slow))
-    held = store.layout.attempt(stage_key(slow))
     other.start()
-    while not (held / "attempt.json").exists():
+    while not history(store.attempts(stage_key(slow))):
         time.sleep(0.01)
     seen: list[Decision] = []
     _run(store, toy_spec(label="second"), on_decision=seen.append)
@@ -311,11 +314,14 @@ def test_a_forced_attempt_that_waited_goes_on_also_after_a_kill_and_no_longer_on
     people.touch()
     with pytest.raises(ValueError, match="step 3 went wrong"):
         _run(store, toy_spec(ToyConfig(trouble="raise:3")), force=True)
-    folder = store.layout.attempt(stage_key(toy_spec()))
+    folder = store.attempts(stage_key(toy_spec()))
     assert [item.continues for item in history(folder)] == [False, False, True]
-    table = json.loads((folder / "attempt.json").read_text())  # as a kill leaves it
-    table["attempts"][-1] |= {"status": "running", "failure": ""}
-    (folder / "attempt.json").write_text(json.dumps(table))
+    killed = {"status": "running", "failure": ""}
+    update(
+        store.shared,
+        name_of(folder.key),
+        lambda value: value | {"attempts": [*value["attempts"][:-1], value["attempts"][-1] | killed]},
+    )
     assert _said(store, toy_spec(), force=True) == ("RESUME", "from step 2 of attempt 3")
     assert _run(store, toy_spec(), force=True).step == 2
     assert _said(store, toy_spec(), force=True) == ("RUN", "forced")
@@ -348,7 +354,7 @@ def test_a_failure_is_noted_without_secrets_whatever_raised_it(store):
     know("step 1 went wrong")  # as if that were a secret
     with pytest.raises(ValueError, match=r"^\*\*\*$"):
         _run(store, toy_spec(ToyConfig(trouble="raise:1")))
-    (attempt,) = history(store.layout.attempt(stage_key(toy_spec(ToyConfig(trouble="raise:1")))))
+    (attempt,) = history(store.attempts(stage_key(toy_spec(ToyConfig(trouble="raise:1")))))
     assert attempt.failure == "ValueError: ***"
 
 
@@ -362,7 +368,7 @@ def test_an_error_whose_text_cannot_be_changed_is_raised_and_noted_as_another(st
     know("a-secret-of-a-value")
     with pytest.raises(ErrorWithoutSecrets, match=r"^ValidationError: 1 validation error for int\n") as raised:
         _run(store, spec)
-    (attempt,) = history(store.layout.attempt(key))
+    (attempt,) = history(store.attempts(key))
     printed = "".join(traceback.format_exception(raised.value))
     assert "input_value='***'" in attempt.failure and "input_value='***'" in printed
     assert "a-secret-of-a-value'" not in attempt.failure + printed.replace('validate_python("a-secret-of-a-value")', "")
@@ -374,11 +380,11 @@ def test_an_error_whose_text_cannot_be_changed_is_raised_and_noted_as_another(st
 )
 def test_a_note_with_values_of_other_types_says_nothing_of_what_changed(store, changes):
     _run(store, toy_spec())
-    path = store.layout.label(toy_spec().label)
-    table = json.loads(path.read_text())
+    table = store.label(toy_spec().label)
+    assert table is not None
     nan = {"payload": table["payload"] | {"config": {"kl_coef": float("nan")}}}
     for damage in (changes, nan):
-        path.write_text(json.dumps(table | damage))
+        store.note_label(toy_spec().label, "", table | damage)
         assert _said(store, toy_spec(seed=8)) == ("RUN", "the record of its last configuration cannot be read")
 
 

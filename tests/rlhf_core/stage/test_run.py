@@ -15,8 +15,9 @@ from rlhf_core.stage.decision import Decision
 from rlhf_core.stage.key import StageSpec
 from rlhf_core.store import attempts, leases
 from rlhf_core.store.artifacts import ArtifactStore
-from rlhf_core.store.attempts import history
-from rlhf_core.store.leases import living_owner
+from rlhf_core.store.attempts import AttemptFolder, history
+from rlhf_core.store.leases import Lease, name_of
+from rlhf_core.store.protocol import update
 from rlhf_core.types import ArtifactRef, PolicyRef, PreparedDataRef
 from tests.support.forks import soon
 from tests.support.toy_stage import RecordingTracker, ToyConfig, run_toy, stage_key, toy_spec
@@ -28,8 +29,8 @@ def _total(store: ArtifactStore, ref: ArtifactRef) -> str:
     return (store.path(ref) / "total.txt").read_text()
 
 
-def _work(store: ArtifactStore, spec: StageSpec) -> Path:
-    return store.layout.attempt(stage_key(spec))
+def _work(store: ArtifactStore, spec: StageSpec) -> AttemptFolder:
+    return store.attempts(stage_key(spec))
 
 
 def _names(folder: Path) -> list[str]:
@@ -74,16 +75,16 @@ def test_a_failure_keeps_checkpoints_and_its_reason_and_the_next_run_goes_on(sto
         run_toy(store, toy_spec(ToyConfig(trouble="raise:3")))
     folder = _work(store, toy_spec())
     assert [(item.status, item.failure) for item in history(folder)] == [("failed", "ValueError: step 3 went wrong")]
-    assert _names(folder) == ["attempt.json", "work-1"]
-    assert _names(folder / "work-1") == ["ckpt", "failures.jsonl", "metrics.jsonl"]
-    assert living_owner(store.layout.leases, stage_key(toy_spec())) is None
+    assert _names(folder.path) == ["work-1"]
+    assert _names(folder.path / "work-1") == ["ckpt", "failures.jsonl", "metrics.jsonl"]
+    assert store.living_owner(stage_key(toy_spec())) is None
     ref, decision = run_toy(store)
     assert (decision.action, decision.step) == ("RESUME", 2)
     assert ref == whole, "a resumed stage makes the same bytes"
     record = store.record(stage_key(toy_spec()))
     assert record is not None and (record.attempts, record.resumed_from) == (2, 2)
-    assert _names(folder) == ["attempt.json", "work-2"]
-    assert _names(folder / "work-2") == ["metrics.jsonl"], "checkpoints go once the result is there"
+    assert _names(folder.path) == ["work-2"]
+    assert _names(folder.path / "work-2") == ["metrics.jsonl"], "checkpoints go once the result is there"
 
 
 def test_an_interrupt_is_noted_as_such(store, monkeypatch):
@@ -125,7 +126,7 @@ def test_a_disk_that_is_full_before_the_stage_begins_is_named_too(store, monkeyp
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("rlhf_core.store.attempts.write_json", full)
+        patch.setattr("rlhf_core.store.disk._replace", full)
         with pytest.raises(
             ArtifactError, match=r"the disk is full; free space, or .*run the same command again to resume"
         ):
@@ -193,7 +194,7 @@ def test_a_waiting_process_takes_over_when_the_first_is_killed(store):
     results = FORK.Queue()
     first = FORK.Process(target=_run_in_process, args=(store.root, config, results))
     first.start()
-    soon(lambda: bool(list(_work(store, toy_spec()).glob("work-*/ckpt/step-*"))))
+    soon(lambda: bool(list(_work(store, toy_spec()).path.glob("work-*/ckpt/step-*"))))
     second = FORK.Process(target=_run_in_process, args=(store.root, config, results))
     second.start()
     time.sleep(0.1)
@@ -235,9 +236,8 @@ def _run_toy(root: Path, ended: Path) -> None:
 def test_a_process_that_was_taken_over_ends_with_one_sentence_and_harms_nobody(store, tmp_path, monkeypatch):
     """It stands still for longer than a lease lasts, and comes to itself while another one goes on from its work."""
     whole, _ = run_toy(ArtifactStore(tmp_path / "whole"), toy_spec(ToyConfig(steps=200)))
-    monkeypatch.setattr(leases, "HEARTBEAT_SECONDS", 0.1)
-    monkeypatch.setattr(leases, "TTL_SECONDS", 0.5)
-    monkeypatch.setattr(leases, "WATCH_SECONDS", 0.3)
+    monkeypatch.setattr(leases, "HEARTBEAT_S", 0.1)
+    monkeypatch.setattr(leases, "TTL_S", 0.5)
     old = FORK.Process(target=_run_toy, args=(store.root, tmp_path / "old"), daemon=True)
     new = FORK.Process(target=_run_toy, args=(store.root, tmp_path / "new"), daemon=True)
     folder = _work(store, toy_spec(ToyConfig(steps=200)))
@@ -257,13 +257,13 @@ def test_a_process_that_was_taken_over_ends_with_one_sentence_and_harms_nobody(s
     assert (tmp_path / "new").read_text() == "committed"
     said = (tmp_path / "old").read_text()
     assert (
-        said.startswith("ArtifactError: lease ")
+        said.startswith("Lost: lease ")
         and "took the lease over, because this process had not renewed it" in said
     )
     record = store.record(stage_key(toy_spec(ToyConfig(steps=200))))
     assert record is not None and record.handle == whole
     assert [(item.number, item.status) for item in history(folder)] == [(1, "running"), (2, "committed")]
-    assert _names(folder) == ["attempt.json", "work-2"] and _names(folder / "work-2") == ["metrics.jsonl"]
+    assert _names(folder.path) == ["work-2"] and _names(folder.path / "work-2") == ["metrics.jsonl"]
 
 
 def test_a_process_that_was_taken_over_as_it_committed_leaves_its_successor_at_work(store, monkeypatch):
@@ -271,16 +271,17 @@ def test_a_process_that_was_taken_over_as_it_committed_leaves_its_successor_at_w
     folder = _work(store, toy_spec())
     commit = ArtifactStore.commit
 
-    def commit_late(store: ArtifactStore, key: str, *arguments: Any, **options: Any) -> ArtifactRef:
-        handle: ArtifactRef = commit(store, key, *arguments, **options)
-        lease = leases.lease_file(store.layout.leases, key)
-        lease.write_text(json.dumps(json.loads(lease.read_text()) | {"token": "successor"}))
-        attempt = attempts.begin(folder, label="toy", resumed_from=3, code={})
-        (attempts.work(folder, attempt) / "shard-1").write_text("x")
+    def commit_late(store: ArtifactStore, lease: Lease, *arguments: Any, **options: Any) -> ArtifactRef:
+        handle: ArtifactRef = commit(store, lease, *arguments, **options)
+        taken = {"token": "successor"}
+        update(store.shared, name_of(lease.key), lambda value: value | {"lease": value["lease"] | taken})
+        successor = store.attempts(lease.key, Lease(store.shared, lease.key, "successor", waited=True))
+        attempt = attempts.begin(successor, label="toy", resumed_from=3, code={})
+        (attempts.work(successor, attempt) / "shard-1").write_text("x")
         return handle
 
     monkeypatch.setattr(ArtifactStore, "commit", commit_late)
     _, decision = run_toy(store)
     assert store.record(decision.key) is not None
     assert [(item.number, item.status) for item in history(folder)] == [(1, "running"), (2, "running")]
-    assert attempts.unfinished_work(folder) == ["shard-1"] and (folder / "out-2").is_dir()
+    assert attempts.unfinished_work(folder) == ["shard-1"] and (folder.path / "out-2").is_dir()

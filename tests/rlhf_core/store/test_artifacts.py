@@ -1,20 +1,20 @@
 import errno
-import fcntl
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rlhf_core.errors import ArtifactError
-from rlhf_core.store import artifacts, leases, maintenance
-from rlhf_core.store.artifacts import ArtifactStore, object_digest
+from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.store.disk import DiskStore
 from rlhf_core.store.fingerprint import FileEntry, hash_files, hash_tree, sha256_text, tree_digest
 from rlhf_core.store.layout import read_json, write_json
-from rlhf_core.store.places import local
+from rlhf_core.store.leases import Lost, name_of
+from rlhf_core.store.protocol import DamagedTable, Files, Gone, update
 from rlhf_core.types import ArtifactRef, DemonstrationsRef, PolicyRef, PreparedDataRef
 from tests.support.records import provenance, write_files
 
@@ -26,12 +26,19 @@ def _out(store: ArtifactStore, files: dict[str, str], name: str = "out") -> Path
     return write_files(store.layout.attempts / name, files)
 
 
-def _commit(store: ArtifactStore, files: dict[str, str], key: str = KEY) -> PolicyRef:
-    return store.commit(key, _out(store, files), PolicyRef, children={}, record=PROVENANCE)
+def _commit(store: ArtifactStore, files: dict[str, str], key: str = KEY, **options: Any) -> Any:
+    given = {"kind": PolicyRef, "children": {}, "record": PROVENANCE} | options
+    with store.lease(key) as lease:
+        return store.commit(lease, _out(store, files), **given)
 
 
-def _object(store: ArtifactStore, ref: ArtifactRef) -> Path:
-    return store.layout.object(object_digest(ref))
+def _change_record(store: ArtifactStore, key: str, facts: dict[str, Any]) -> None:
+    """Change fields of a record."""
+
+    def edit(value: dict[str, Any]) -> dict[str, Any]:
+        return value | {"record": value["record"] | {"facts": value["record"]["facts"] | facts}}
+
+    update(store.shared, name_of(key), edit)
 
 
 def test_a_commit_moves_the_folder_and_its_digest_is_that_of_the_files(store, tmp_path):
@@ -55,12 +62,12 @@ def test_objects_are_read_only(store):
 
 
 def test_children_are_handles_with_the_digest_of_their_folder(store):
-    out = _out(store, {"base/w": "1", "demonstrations/train.parquet": "2", "validation.json": "{}"})
+    files = {"base/w": "1", "demonstrations/train.parquet": "2", "validation.json": "{}"}
     children: dict[str, tuple[str, type[ArtifactRef]]] = {
         "base": ("base", PolicyRef),
         "demonstrations": ("demonstrations", DemonstrationsRef),
     }
-    ref = store.commit(KEY, out, PreparedDataRef, children=children, record=PROVENANCE, parents=("p",))
+    ref = _commit(store, files, kind=PreparedDataRef, children=children, parents=("p",))
     alone = _commit(store, {"w": "1"}, key=sha256_text("other"))
     assert ref.base is not None and ref.base.digest == alone.digest and ref.base.parents == ("p",)
     assert (store.path(ref.base) / "w").read_text() == "1"
@@ -91,32 +98,30 @@ def _flip(path: Path, content: str) -> None:
     path.write_text(content)
 
 
-HARMS: dict[str, Callable[[Path, Path], object]] = {
-    "weights is missing": lambda folder, record: (folder / "weights").unlink(),
-    "weights has 1 bytes, not 3": lambda folder, record: _flip(folder / "weights", "1"),
-    "is gone": lambda folder, record: folder.rename(folder.with_name("elsewhere")),
-    "has no readable manifest.json": lambda folder, record: (folder / "manifest.json").unlink(),
-    "its record has no valid label": lambda folder, record: record.write_text('{"key": "x"}'),
+HARMS: dict[str, Callable[[Path], object]] = {
+    "weights is missing": lambda folder: (folder / "weights").unlink(),
+    "weights has 1 bytes, not 3": lambda folder: _flip(folder / "weights", "1"),
+    "is gone": lambda folder: folder.rename(folder.with_name("elsewhere")),
+    "has no readable manifest.json": lambda folder: (folder / "manifest.json").unlink(),
 }
 
 
 @pytest.mark.parametrize("text", HARMS)
-def test_damage_is_named_and_put_into_quarantine_so_that_the_key_is_free(store, text, caplog):
+def test_damage_is_named_and_the_next_commit_stores_the_object_anew(store, text, caplog):
     folder = store.path(_commit(store, {"weights": "123", "other": "4"}))
     folder.chmod(0o755)
-    HARMS[text](folder, store.layout.key(KEY))
+    HARMS[text](folder)
     with caplog.at_level(logging.WARNING):
         assert store.record(KEY) is None
-    assert text in caplog.text
-    assert not store.layout.key(KEY).exists()
-    assert list(store.layout.quarantine.iterdir())
+    assert text in caplog.text and text in store.damage(KEY)
+    assert store.shared.read(name_of(KEY)).value["record"], "reading changes nothing"
     ref = _commit(store, {"weights": "123", "other": "4"})
     assert (store.path(ref) / "weights").read_text() == "123"
-    assert store.record(KEY) is not None
+    assert store.record(KEY) is not None and store.damage(KEY) == ""
 
 
 def test_a_gone_artifact_and_a_foreign_uri_are_refused_by_name(store):
-    with pytest.raises(ArtifactError, match=r"policy = 'store://abcd'"):
+    with pytest.raises(ArtifactError, match=r"artifact = 'abcd': is not in .*run again"):
         store.path(PolicyRef(uri="store://abcd", digest="abcd"))
     with pytest.raises(ArtifactError, match="must begin with"):
         store.path(PolicyRef(uri="http://x", digest="abcd"))
@@ -127,10 +132,9 @@ def test_a_gone_artifact_and_a_foreign_uri_are_refused_by_name(store):
     [({}, "is empty"), ({"manifest.json": "{}"}, "is a name that the store reserves"), ({"a": "1"}, "no files")],
 )
 def test_an_artifact_that_cannot_be_kept_is_refused(store, files, text):
-    out = _out(store, files)
-    out.mkdir(parents=True, exist_ok=True)
+    (store.layout.attempts / "out").mkdir(parents=True, exist_ok=True)
     with pytest.raises(ArtifactError, match=text):
-        store.commit(KEY, out, PreparedDataRef, children={"base": ("base", PolicyRef)}, record=PROVENANCE)
+        _commit(store, files, kind=PreparedDataRef, children={"base": ("base", PolicyRef)})
     assert store.record(KEY) is None and not store.layout.objects.exists()
 
 
@@ -138,71 +142,26 @@ def test_links_are_refused(store):
     out = _out(store, {"a": "1"})
     (out / "link").symlink_to(out / "a")
     with pytest.raises(ArtifactError, match="is a symbolic link"):
-        store.commit(KEY, out, PolicyRef, children={}, record=PROVENANCE)
+        _commit(store, {})
 
 
 def test_a_commit_without_the_lease_writes_no_record(store):
     with store.lease(KEY) as lease:
-        stolen = {**{name: getattr(lease.owner, name) for name in lease.owner.__slots__}, "token": "thief"}
-        write_json(store.layout.leases / f"{KEY}.json", stolen)
-        with pytest.raises(ArtifactError, match="took the lease over"):
-            store.commit(KEY, _out(store, {"a": "1"}), PolicyRef, children={}, record=PROVENANCE, lease=lease)
-    assert store.record(KEY) is None
-
-
-def test_from_the_check_of_the_lease_to_the_record_nobody_takes_it_over(store, monkeypatch):
-    wrote = []
-
-    def write(path: Path, value: dict[str, object]) -> None:
-        if path == store.layout.key(KEY):
-            with (store.layout.leases / ".lock").open() as lock, pytest.raises(BlockingIOError):
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            wrote.append(path)
-        write_json(path, value)
-
-    monkeypatch.setattr(artifacts, "write_json", write)
-    with store.lease(KEY) as lease:
-        store.commit(KEY, _out(store, {"a": "1"}), PolicyRef, children={}, record=PROVENANCE, lease=lease)
-    assert len(wrote) == 1
-
-
-@pytest.mark.parametrize("reader", ["record", "check_inputs", "verify", "commit"])
-def test_who_found_damage_leaves_alone_what_another_process_has_repaired_since(store, monkeypatch, reader):
-    ref = _commit(store, {"a": "1"})
-    weights = store.path(ref) / "a"
-    _flip(weights, "23")
-    alone, repaired = local.alone, []
-
-    @contextmanager
-    def late(folder: Path) -> Iterator[None]:
-        """Let another process repair the object before this one gets the lock."""
-        if not repaired:
-            repaired.append(folder)
-            theirs = _out(store, {"a": "1"}, "theirs")
-            store.commit(KEY, theirs, PolicyRef, children={}, record=PROVENANCE)
-        with alone(folder):
-            yield
-
-    for module in (artifacts, leases, maintenance):
-        monkeypatch.setattr(module, "alone", late)
-    calls: dict[str, Callable[[], object]] = {
-        "record": lambda: store.record(KEY),
-        "check_inputs": lambda: store.check_inputs([ref]),
-        "verify": store.verify,
-        "commit": lambda: _commit(store, {"a": "1"}, sha256_text("other")),
-    }
-    calls[reader]()
-    assert len(repaired) == 1 and weights.read_text() == "1"
-    assert store.record(KEY) is not None and store.verify() == []
+        update(store.shared, name_of(KEY), lambda value: value | {"lease": value["lease"] | {"token": "thief"}})
+        with pytest.raises(Lost, match="took the lease over"):
+            store.commit(lease, _out(store, {"a": "1"}), PolicyRef, children={}, record=PROVENANCE)
+    assert store.record(KEY) is None and store.shared.read(name_of(KEY)).value["lease"]["token"] == "thief"
 
 
 def test_no_record_is_written_of_an_object_that_is_gone(store, monkeypatch):
-    def lose(folder: Path) -> None:
-        folder.rename(store.root / "lost")
-        folder.mkdir()
+    add = DiskStore.add
 
-    monkeypatch.setattr(artifacts, "make_read_only", lose)
-    with pytest.raises(ArtifactError, match="changed while it was committed"):
+    def add_and_lose(shared: DiskStore, digest: str, folder: Path, files: Files) -> None:
+        add(shared, digest, folder, files)
+        shared._object(digest).rename(store.root / "lost")
+
+    monkeypatch.setattr(DiskStore, "add", add_and_lose)
+    with pytest.raises(Gone, match="run again to make it again"):
         _commit(store, {"a": "1"})
     assert store.record(KEY) is None
 
@@ -214,10 +173,10 @@ def test_a_full_disk_in_a_commit_leaves_no_record(store, call, monkeypatch):
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with monkeypatch.context() as patch:
+    with store.lease(KEY) as lease, monkeypatch.context() as patch:
         patch.setattr(os, call, full)
         with pytest.raises(ArtifactError, match=r"store = .*: the disk is full; free space, or "):
-            store.commit(KEY, out, PolicyRef, children={}, record=PROVENANCE)
+            store.commit(lease, out, PolicyRef, children={}, record=PROVENANCE)
     assert store.record(KEY) is None
     assert store.verify() == []
 
@@ -304,17 +263,20 @@ def test_looking_at_a_store_that_is_not_there_does_not_make_it(store, tmp_path):
 def test_a_lease_and_a_commit_mark_the_store_with_its_schema(store):
     with store.lease(KEY):
         assert (store.root / "store.json").exists()
-    (store.root / "store.json").unlink()  # as in a store of the time before the marker: schema 1
-    _commit(ArtifactStore(store.root), {"a": "1"})
-    assert read_json(store.root / "store.json") == {"schema": 1}
+    for older in (None, {"schema": 1}):
+        (store.root / "store.json").unlink()
+        if older is not None:
+            write_json(store.root / "store.json", older)
+        _commit(ArtifactStore(store.root), {"a": "1"})
+        assert read_json(store.root / "store.json") == {"schema": 2}
 
 
 def test_a_store_of_a_newer_version_is_refused_before_it_is_touched(store):
-    write_json(store.root / "store.json", {"schema": 2})
+    write_json(store.root / "store.json", {"schema": 3})
     with pytest.raises(ArtifactError) as caught:
         ArtifactStore(store.root)
     assert str(caught.value) == (
-        f"store = {store.root}: was written by a newer version (schema 2, this one knows 1); "
+        f"store = {store.root}: was written by a newer version (schema 3, this one knows 2); "
         "upgrade, or choose another folder with RLHF_HOME or `store`"
     )
     assert [path.name for path in store.root.iterdir()] == ["store.json"]
@@ -336,51 +298,55 @@ def test_a_marker_that_cannot_be_read_is_refused_with_what_to_do(store, content)
         ArtifactStore(store.root)
 
 
-def test_a_record_that_cannot_be_read_is_named_and_the_others_are_listed(store):
+@pytest.mark.parametrize(
+    ("facts", "problem"),
+    [
+        ({"label": None}, "has no valid label"),
+        ({"handle": {"type": "NewRef", "fields": {}}}, "NewRef"),
+        ({"key": "0" * 64}, "is the record of another key"),
+    ],
+)
+def test_a_record_that_cannot_be_read_is_named_and_the_others_are_listed(store, facts, problem):
     _commit(store, {"a": "1"})
-    bad = {"no table": "{", "no fields": "{}", "unknown handle": '{"handle": {"type": "NewRef", "fields": {}}}'}
-    for name, content in bad.items():
-        path = store.layout.key(sha256_text(name))
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(content)
+    bad = sha256_text("bad")
+    _commit(store, {"b": "1"}, key=bad)
+    _change_record(store, bad, facts)
     records, unreadable = store.scan()
     assert [record.key for record in records] == [KEY]
-    said = {found.path.stem: found.problem for found in unreadable}
-    assert said[sha256_text("no table")] == "is not a JSON object"
-    assert said[sha256_text("no fields")].startswith("has no valid label: ")
-    assert "NewRef" in said[sha256_text("unknown handle")]
-    assert store.record(sha256_text("no table")) is None
-    assert store.damage(sha256_text("no table")) == "its record is not a JSON object"
+    assert [found.name for found in unreadable] == [name_of(bad)] and problem in unreadable[0].problem
+    assert store.record(bad) is None and problem in store.damage(bad)
+
+
+def test_a_table_with_other_bytes_than_were_written_is_named_and_verify_sets_it_aside(store):
+    _commit(store, {"a": "1"})
+    _commit(store, {"b": "1"}, key=sha256_text("other"))
+    path = store.root / "tables" / f"{name_of(KEY)}.json"
+    path.write_bytes(path.read_bytes().replace(b"toy", b"tox"))
+    with pytest.raises(DamagedTable, match=r"has other content than was written"):
+        store.record(KEY)
+    records, unreadable = store.scan()
+    assert ([record.key for record in records], len(unreadable)) == ([sha256_text("other")], 1)
+    assert len(store.verify()) == 1 and path.exists()
+    assert len(store.verify(set_aside=True)) == 1 and not path.exists()
+    assert [file.name.partition(".")[0] for file in store.layout.quarantine.iterdir()] == [KEY]
+    assert store.record(KEY) is None and store.verify() == []
 
 
 @pytest.mark.parametrize("uri", ["store://", "store://../..", "store://abc", "file:", "store://{digest}/../.."])
-def test_a_record_that_points_at_no_object_is_put_aside_alone(store, uri):
-    other = _commit(store, {"a": "1"}, key=sha256_text("other"))
+def test_a_record_that_points_at_no_object_does_not_count(store, uri):
+    _commit(store, {"a": "1"}, key=sha256_text("other"))
     ref = _commit(store, {"b": "2"})
-    table = read_json(store.layout.key(KEY))
-    table["handle"]["fields"]["uri"] = uri.format(digest=ref.digest)
-    write_json(store.layout.key(KEY), table)
+    handle = {"type": "PolicyRef", "fields": {"uri": uri.format(digest=ref.digest), "digest": ref.digest}}
+    _change_record(store, KEY, {"handle": handle})
     assert store.record(KEY) is None
     assert "is not the address of an object" in store.damage(KEY)
-    assert _object(store, other).is_dir() and _object(store, ref).is_dir()
     assert store.record(sha256_text("other")) is not None
 
 
-def test_a_record_in_the_place_of_another_is_put_aside(store):
-    _commit(store, {"a": "1"}, key=sha256_text("other"))
-    table = read_json(store.layout.key(sha256_text("other")))
-    assert table is not None
-    write_json(store.layout.key(KEY), table)
-    assert store.record(KEY) is None
-    assert "is the record of another key" in store.damage(KEY)
-
-
-@pytest.mark.parametrize("note", [{}, {"problem": 5, "key": "../../x"}, {"key": "k" * 300}, {"key": None}])
-def test_notes_with_values_of_other_types_are_none(store, note):
+@pytest.mark.parametrize("note", [{}, {"key": "../../x"}, {"key": None}])
+def test_a_label_with_values_of_other_types_leads_to_no_record(store, note):
     _commit(store, {"a": "1"})
-    write_json(store.layout.damage(KEY), note)
-    write_json(store.layout.label("toy"), note)
-    assert store.damage(KEY) == ""
+    store.note_label("toy", "", note)
     assert store.latest("toy") is None
 
 

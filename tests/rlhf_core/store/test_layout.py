@@ -6,7 +6,6 @@ import pytest
 
 from rlhf_core.errors import ArtifactError
 from rlhf_core.store.layout import (
-    StoreLayout,
     _place,
     disk_is_full,
     folder_bytes,
@@ -154,10 +153,3 @@ def test_a_folder_that_is_removed_during_the_sweep_is_passed_over(tmp_path, monk
 
     monkeypatch.setattr(os, "scandir", removed_first)
     assert sweep_temporaries(tmp_path) == [left] and not moved.exists()
-
-
-def test_the_same_label_has_the_same_file_and_any_text_is_allowed(tmp_path):
-    layout = StoreLayout(tmp_path)
-    assert layout.label("rejection_sampling/generate") == layout.label("rejection_sampling/generate")
-    assert layout.label("a/b").parent == layout.label("../../c").parent == tmp_path / "roots" / "labels"
-    assert layout.key("ab12") == tmp_path / "keys" / "ab" / "ab12.json"

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.errors import ArtifactError
-from rlhf_core.store import leases
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.checkpoints import Checkpoints, damaged_archive
 from rlhf_core.store.layout import remove_tree
@@ -55,12 +54,12 @@ def as_user(user: int, root: Path, body: Callable[[ArtifactStore], None]) -> Non
 
 
 def commit(store: ArtifactStore, text: str = "weights") -> None:
-    with leases.hold(store.layout.leases, KEY) as lease:
+    with store.lease(KEY) as lease:
         out = store.layout.attempt(KEY) / "out"
         out.mkdir(parents=True, exist_ok=True)
         (out / "file").write_text(text)
         private(out, text)
-        store.commit(KEY, out, PolicyRef, children={}, record=provenance(), lease=lease)
+        store.commit(lease, out, PolicyRef, children={}, record=provenance())
 
 
 def private(folder: Path, text: str) -> None:
@@ -99,7 +98,7 @@ def test_each_user_can_hit_repair_and_collect_what_the_other_made(shared):
     assert (object_of(store) / "file").stat().st_uid == BOB
 
     def collect(store: ArtifactStore) -> None:
-        os.utime(store.layout.key(KEY))
+        os.utime(store.root / "tables" / "keys" / f"{KEY}.json")
         freed = store.gc(dry_run=False, keep_days=0.0)
         assert freed.items and store.record(KEY) is None
 
@@ -136,7 +135,7 @@ def test_what_a_user_keeps_for_themselves_stays_with_a_warning(shared):
 
     def collect(store: ArtifactStore) -> None:
         assert len(store.gc(dry_run=False, keep_days=0.0).items) == 2
-        left = list(store.layout.quarantine.iterdir())
+        left = list((store.root / "trash").iterdir())
         assert len(left) == 2
         with pytest.raises(ArtifactError, match=r"cannot be removed .* let its owner or root remove the folder"):
             remove_tree(left[0])

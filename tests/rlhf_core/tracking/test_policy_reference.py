@@ -12,7 +12,7 @@ import pytest
 from rlhf_core.tracking.mlflow import MlflowTracker
 from rlhf_core.tracking.policy_reference import folder_of
 from rlhf_core.types import PolicyRef
-from tests.support.records import provenance
+from tests.support.records import commit, provenance
 
 PROGRAM = """
 import json, sys
@@ -32,7 +32,7 @@ def test_a_registered_policy_loads_in_a_fresh_process(store, policy, database, t
     from rlhf_core.types import Message, SamplingRequest
 
     shutil.copytree(policy, tmp_path / "out")
-    ref = store.commit("a" * 64, tmp_path / "out", PolicyRef, children={}, record=provenance(label="ppo"))
+    ref = commit(store, "a" * 64, tmp_path / "out", PolicyRef, children={}, record=provenance(label="ppo"))
     uri = f"sqlite:///{database}"
     tracker = MlflowTracker(uri, experiment="rlhf", artifact_root=tmp_path / "files", store=store.root)
     tracker.start("tiny", run_id=None, params={}, tags={})

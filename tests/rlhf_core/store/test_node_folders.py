@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.errors import ArtifactError
 from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.store.checkpoint_parts import note_elsewhere, parts_elsewhere
 from rlhf_core.store.checkpoints import Checkpoints, write_part
-from rlhf_core.store.places import mirror
-from rlhf_core.store.places.buckets import BucketObjects
-from rlhf_core.store.places.place import Place, named, note_elsewhere, parts_elsewhere
-from rlhf_core.store.places.unfinished import Keeper
-from tests.support.buckets import Nodes, mirror_in, release
+from rlhf_core.store.leases import name_of
+from rlhf_core.store.node_folders import NodeFolder, named
+from rlhf_core.store.protocol import Damaged
+from rlhf_core.store.unfinished import _Keeper
+from tests.support.buckets import Nodes
 from tests.support.records import commit_text, write_files
 
 KEY = "1" * 64
@@ -20,16 +20,15 @@ KEY = "1" * 64
 
 @pytest.fixture
 def nodes(tmp_path, monkeypatch):
-    monkeypatch.setattr(mirror, "FRESH_SECONDS", 0.0)
     return Nodes(tmp_path, monkeypatch)
 
 
-def _sent(nodes: Nodes, path: Path, to: str) -> Place:
-    """Return the place of a folder as a process on another node has it, and let this process be one there."""
+def _sent(nodes: Nodes, path: Path, to: str) -> NodeFolder:
+    """The folder as a process on another node gets it; from here on this process is one there."""
     place = named(path)
     assert place is not None and place.is_here
     nodes.store(to)
-    there: Place = pickle.loads(pickle.dumps(replace(place, root=Path("/on another node"))))
+    there: NodeFolder = pickle.loads(pickle.dumps(replace(place, root=Path("/on another node"))))
     assert not there.is_here
     return there
 
@@ -91,17 +90,18 @@ def test_each_rank_reads_what_ranks_on_other_nodes_have_saved(nodes):
 
 def test_parts_go_with_their_checkpoint(nodes):
     ada = nodes.store("ada")
-    keeper = Keeper(mirror_in(ada), KEY, 1, _work(ada))
-    for step, metric in ((1, 2.0), (2, 0.0), (3, 1.0)):
-        saved = _save(ada, nodes, step, metric=metric)
-        assert keeper.look()
-    best, latest = saved.best(), saved.latest()
-    assert best is not None and latest is not None and (best.step, latest.step) == (1, 3)
-    kept = {sha for path in (best.path, latest.path) for _, sha in parts_elsewhere(path).values()}
-    found = {name.rpartition("/")[2] for name, _, _ in BucketObjects(nodes.bucket).listed("work/")}
-    assert len(kept) == 2 and kept < found
-    record = mirror_in(ada).unfinished.get(f"{KEY}.json")
-    assert record is not None and found - kept == set(record.value["files"].values())
+    with ada.lease(KEY) as lease:
+        keeper = _Keeper(lease, 1, _work(ada))
+        for step, metric in ((1, 2.0), (2, 0.0), (3, 1.0)):
+            saved = _save(ada, nodes, step, metric=metric)
+            keeper.look()
+        best, latest = saved.best(), saved.latest()
+        assert (best.step, latest.step) == (1, 3)
+        work = ada.shared.read(name_of(KEY)).value["work"]
+    kept = {(owner, sha) for path in (best.path, latest.path) for _, sha, owner in parts_elsewhere(path).values()}
+    found = {tuple(name.split("/")[-2:]) for name in nodes.client.names("v2/work/")}
+    assert len(kept) == 2 and found - kept == {(owner, sha) for owner, sha, _ in work["files"].values()}
+    assert kept < found, "the parts of the best checkpoint, too"
 
 
 def test_an_export_of_another_node_arrives(nodes):
@@ -115,7 +115,7 @@ def test_an_export_of_another_node_arrives(nodes):
     assert here is not None
     here.receive(away.upload(scratch))
     assert {path.name for path in out.iterdir()} == {"report.json", "model.safetensors"}
-    assert away.under == "blobs/", "where the artifact has them soon"
+    assert nodes.client.names("v2/work/") == []
 
 
 def test_files_that_are_not_what_was_uploaded_are_never_read(nodes):
@@ -124,24 +124,8 @@ def test_files_that_are_not_what_was_uploaded_are_never_read(nodes):
     place = named(_work(ada) / "reference")
     assert place is not None
     offered = replace(place.offered(), root=Path("/on another node"))
-    for name, _, _ in list(BucketObjects(nodes.bucket).listed("work/")):
-        nodes.bucket.client.put(name, b"other")
+    for name in nodes.client.names("v2/work/"):
+        nodes.client.memory.put(name, b"other")
     nodes.store("ben")
-    with pytest.raises(ArtifactError, match=r"model\.safetensors has other content; run again"):
+    with pytest.raises(Damaged, match=r"model\.safetensors arrived 3 times with other content"):
         offered.folder()
-
-
-def test_copies_of_unfinished_work_are_evicted_like_objects(nodes, monkeypatch):
-    monkeypatch.setenv("RLHF_CACHE_GIB", str(100 / 2**30))
-    ada = nodes.store("ada")
-    write_files(_work(ada) / "reference", {"model.safetensors": "w" * 60})
-    place = named(_work(ada) / "reference")
-    assert place is not None
-    offered = replace(place.offered(), root=Path("/on another node"))
-    ben = nodes.store("ben")
-    folder = offered.folder()
-    with pytest.raises(ArtifactError, match="are needed at once"):
-        mirror_in(ben).evict(90)
-    release(ben)
-    assert mirror_in(ben).evict(90) == [folder.name] and not folder.exists()
-    assert (offered.folder() / "model.safetensors").read_text() == "w" * 60

@@ -1,0 +1,81 @@
+"""The address of a bucket: S3 and servers that speak its language, Google Cloud Storage, Azure, through `obstore`.
+
+Credentials, region and endpoint come from the environment or the machine's role, under the names of the providers' own tools:
+`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL`, `GOOGLE_APPLICATION_CREDENTIALS`, `AZURE_STORAGE_ACCOUNT_NAME`.
+"""
+
+import os
+import re
+from typing import Any
+from urllib.parse import urlsplit
+
+from rlhf_core.errors import ConfigError
+from rlhf_core.processes.identity import is_loopback
+from rlhf_core.schema.hosts import is_host
+from rlhf_core.secrets.redaction import shown
+
+SCHEMES = ("s3", "gs", "az")
+_VARIABLES = ("AWS_", "GOOGLE_", "AZURE_")
+_NOT_IN_ADDRESSES = "?#%:\\"
+_LONGEST_FOLDER = 200  # bytes: the folder of its cache has this name and a digest
+
+
+def check_address(uri: str) -> None:
+    """Raise ConfigError for an address that is not `s3://bucket/folder`, `gs://` or `az://`, or that has two spellings."""
+    bucket, *folders = uri.rstrip("/").partition("://")[2].split("/")
+    if uri.partition("://")[0] not in SCHEMES or not bucket:
+        rule = f"is no bucket; known are {', '.join(f'{scheme}://' for scheme in SCHEMES)}"
+        raise ConfigError("store", uri, rule, "write s3://BUCKET/FOLDER")
+    if not re.fullmatch(r"[\x21-\x7e]+", bucket) or "[" in bucket or len(bucket) > _LONGEST_FOLDER:
+        rule = "has a bucket that is no name of one: letters, digits, '.', '-' and '_'"
+        raise ConfigError("store", uri, rule, "write s3://BUCKET/FOLDER")
+    if "@" in bucket:
+        rule = "has credentials, which belong into the environment"
+        raise ConfigError("store", f"...@{uri.rpartition('@')[2]}", rule, "write s3://BUCKET/FOLDER")
+    if not uri.isprintable():
+        raise ConfigError("store", uri, "has signs that do not print", "write s3://BUCKET/FOLDER")
+    if found := next((sign for sign in _NOT_IN_ADDRESSES if sign in uri.partition("://")[2]), ""):
+        rule = f"has {found!r}, so it may mean another bucket or folder than it names"
+        raise ConfigError("store", uri, rule, "write s3://BUCKET/FOLDER")
+    if bad := [one for one in folders if one in ("", ".", "..") or len(one.encode()) > _LONGEST_FOLDER]:
+        rule = f"has a folder {bad[0]!r}; one must have 1 to {_LONGEST_FOLDER} bytes, and be neither . nor .."
+        raise ConfigError("store", uri, rule, "write s3://BUCKET/FOLDER")
+
+
+def open_bucket(uri: str) -> Any:
+    """Return the client of the bucket that `s3://bucket/folder`, `gs://` or `az://` names. Raises ConfigError without obstore."""
+    try:
+        from obstore.exceptions import BaseError
+        from obstore.store import from_url
+    except ImportError:
+        remedy = "pip install 'rlhf-lifecycle[s3]'"
+        raise ConfigError("store", uri, "needs the package obstore, which is not installed", remedy) from None
+    check_address(uri)
+    for name in [name for name, value in os.environ.items() if name.startswith(_VARIABLES) and not value.strip()]:
+        del os.environ[name]  # as the providers' own tools read it; an empty key would take the place of a role
+    host = _endpoint_host()
+    local = bool(host) and is_loopback(host)
+    asked = "AWS_ALLOW_HTTP" in os.environ and os.environ["AWS_ALLOW_HTTP"].lower() in ("1", "true")
+    options: Any = {"allow_http": True} if local or asked else {}
+    try:
+        return from_url(uri, client_options=options)
+    except (BaseError, ValueError) as error:  # variables that are missing, or a name that no bucket can have
+        rule = f"cannot be opened ({str(error).splitlines()[0]})"
+        remedy = "correct it, or set the variables of its provider, for az:// AZURE_STORAGE_ACCOUNT_NAME"
+        raise ConfigError("store", uri, rule, remedy) from None
+
+
+def _endpoint_host() -> str:
+    """Return the host of an S3 that is not Amazon's, or "". Raises ConfigError for what is no address: the client would panic."""
+    name = next((name for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT") if name in os.environ), "")
+    if not name:
+        return ""
+    endpoint = os.environ[name]
+    try:
+        parts = urlsplit(endpoint)
+        may_be = parts.port != 0 and is_host(parts.hostname or "")
+    except ValueError:  # as of http://[::1 or a port that is no number
+        may_be = False
+    if not may_be or not re.fullmatch(r"https?://[^\s/@?#]+(/[\x21-\x7e]*)?", endpoint):
+        raise ConfigError(name, shown(endpoint), "is no address of a server", "write http://HOST:PORT or https://HOST")
+    return parts.hostname or ""

@@ -1,0 +1,659 @@
+"""A store in a bucket. The bucket is the truth; this node's folder is a cache, verified whenever it is read.
+
+    tables/<name>                       a table (lease, attempts and record of a key; pins, gates, labels, ...)
+    objects/<digest>                    a table: the files of an object, and the generation that they lie in
+    data/<digest>-<generation>/<sha>    the files of an object
+    work/<key>/<owner>/<sha>            files of checkpoints; the owner begins with the token of the attempt that wrote them
+    clock                               written to learn the time of the server
+
+A generation is a random name. It enters the table of its object before the first file is uploaded. Once it has left that table
+it never enters again, so files of a generation that the table does not name may be deleted at any time.
+"""
+
+import json
+import logging
+import math
+import secrets
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from rlhf_core.processes.identity import here
+from rlhf_core.store.checkpoint_parts import Parts
+from rlhf_core.store.fingerprint import FileEntry, hash_file, list_files, sha256_text, tree_digest
+from rlhf_core.store.layout import (
+    MANIFEST,
+    fsync_path,
+    fsync_tree,
+    is_inside,
+    make_folder,
+    make_read_only,
+    read_json,
+    remove_tree,
+    write_json,
+)
+from rlhf_core.store.node_cache import NodeCache
+from rlhf_core.store.object_check import object_damage
+from rlhf_core.store.protocol import (
+    Conflict,
+    Damaged,
+    DamagedTable,
+    Files,
+    Gone,
+    StoredObject,
+    StoredTable,
+    Unreachable,
+    pack,
+    unpack,
+)
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+GRACE_S = 86_400.0
+"""Longer than any listing is outdated, and than a node may take from the upload of an object to its record."""
+TRIES = 3
+"""Downloads with a wrong checksum after which this node reports damage."""
+PATIENCE_S, RETRY_S = 180.0, 2.0
+"""How long a request is repeated while the server does not answer, and the pause between two tries."""
+THREADS = 16
+FRESH_S = 1.0
+"""How old a listing may be that a snapshot uses."""
+RECENT_S = 30.0
+"""How long a listing answers `recent` after its snapshot has closed."""
+CLOCK_S = 3600.0
+"""How long the time of the server is continued by this node's time since boot where it need not be exact."""
+_REMOVED = {"removed": True}
+"""A removed table. Servers cannot delete on a condition, so this value takes its place."""
+_NO_OBJECT: dict[str, Any] = {"live": "", "pending": [], "aside": [], "condemned": False}
+"""The table of an object that is not in the store."""
+
+
+class ObjectServer(Protocol):
+    """The requests that a store needs. Each may raise Unreachable, also after it was carried out."""
+
+    def get(self, name: str) -> tuple[bytes, str, float]:
+        """Content, version and time of the last write. Raises FileNotFoundError."""
+
+    def put(self, name: str, content: bytes, expected: str | None) -> str:
+        """Write if the name is at version `expected` (None: if it does not exist). Raises Conflict."""
+
+    def list(self, prefix: str) -> Iterator[tuple[str, str, float, int]]:
+        """Name, version, time of the last write and size of everything below a prefix. May be outdated."""
+
+    def upload(self, name: str, path: Path) -> None:
+        """Store a file."""
+
+    def download(self, name: str, path: Path) -> None:
+        """Write the content to a file. Raises FileNotFoundError."""
+
+    def delete(self, name: str) -> None:
+        """Unconditional; the name may not exist."""
+
+    def touch(self, name: str) -> float:
+        """Write an empty object and return the time of the server."""
+
+
+class BucketStore:
+    """The store behind `server`; this node keeps its cache in the folder `cache`."""
+
+    grace_s = GRACE_S
+    folder_is_shared = False
+
+    def __init__(self, server: ObjectServer, cache: Path, uri: str = "") -> None:
+        self.server, self.folder, self.uri = server, Path(cache).absolute(), uri
+        self._copies = NodeCache(self.folder)
+        self._listed: dict[str, StoredTable] = {}
+        """Tables by full name as last listed, read or written."""
+        self._listed_at = -RECENT_S
+        self._snapshots = 0
+        self._threads = threading.RLock()
+
+    # ---------------------------------------------------------------- tables
+
+    def read(self, name: str) -> StoredTable | None:
+        """One GET."""
+        return self._read(f"tables/{name}")
+
+    def recent(self, name: str) -> StoredTable | None:
+        """No request while a listing is recent, except for a table that it lacks."""
+        return self._recent(f"tables/{name}")
+
+    @contextmanager
+    def snapshot(self, *, within_s: float = FRESH_S) -> Iterator[None]:
+        """Two LISTs, unless the last ones are recent, and a GET for each table that this node does not have."""
+        with self._threads:
+            if not self._snapshots and time.monotonic() - self._listed_at > within_s:
+                self._listed = {}
+                for prefix in ("tables/", "objects/"):
+                    self._listed |= {self._full(prefix, table.name): table for table in self._tables(prefix)}
+                self._listed_at = time.monotonic()
+            self._snapshots += 1
+        try:
+            yield
+        finally:
+            with self._threads:
+                self._snapshots -= 1
+
+    def write(
+        self,
+        name: str,
+        value: Mapping[str, Any],
+        expected: str | None,
+        *,
+        refers: Collection[str] = (),
+    ) -> StoredTable:
+        """One PUT, and a GET of the table of each object that the write refers to.
+
+        The look at the object comes after the write: a collection that did not see the write has marked the object before.
+        """
+        written = self._write(f"tables/{name}", value, expected)
+        for digest in refers:  # after the write: a collection that did not see it has marked the object before
+            self._keep(digest)
+        return written
+
+    def remove(self, name: str, expected: str) -> None:
+        """One PUT of a value that stands for no table."""
+        self._write(f"tables/{name}", _REMOVED, expected)
+
+    def tables(self, prefix: str, *, damaged: list[DamagedTable] | None = None) -> Iterator[StoredTable]:
+        """One LIST for 1,000 tables, and a GET for each that this node has not read at its present version."""
+        yield from (table for table in self._tables(f"tables/{prefix}", damaged) if table.value != _REMOVED)
+
+    def set_table_aside(self, name: str) -> None:
+        """Copy the damaged bytes to `quarantine/`, and let the name be free."""
+        raw, version, _ = self._again(lambda: self.server.get(f"tables/{name}"))
+        if unpack(raw) is None:
+            self.server.put(f"quarantine/{name}.{secrets.token_hex(4)}", raw, None)
+            self.server.put(f"tables/{name}", pack(_REMOVED), version)
+
+    def versions(self, prefix: str) -> dict[str, str]:
+        """Name of each table below a prefix -> its version. Removed tables are among them."""
+        listed = self._again(lambda: list(self.server.list(f"tables/{prefix}")))
+        return {name.removeprefix("tables/"): version for name, version, *_ in listed}
+
+    def now(self, *, exact: bool = True) -> float:
+        """One PUT and one HEAD, or a file of this node if the time need not be exact.
+
+        The time since boot also advances while the machine is suspended, and nobody can set it.
+        """
+        note, since_boot = self.folder / "cache" / "clock.json", time.clock_gettime(time.CLOCK_BOOTTIME)
+        known = None if exact else read_json(note)
+        if known is not None and known["boot"] == here()[1] and 0 <= since_boot - known["at"] < CLOCK_S:
+            return float(known["server"] + since_boot - known["at"])
+        server = self._again(lambda: self.server.touch("clock"))
+        if not exact:
+            write_json(note, {"boot": here()[1], "at": since_boot, "server": server}, durable=False)
+        return server
+
+    # ---------------------------------------------------------------- objects
+
+    def add(self, digest: str, folder: Path, files: Files) -> None:
+        """Upload the files under a new generation, and let it be the live one.
+
+        An object that is already stored costs one GET. The mark of a collection is cleared, so the object outlives it.
+        """
+        name, mine = f"objects/{digest}", ""
+        listed = {path: [entry.size, entry.sha256] for path, entry in files.items()}
+        while True:
+            found = self._read(name)
+            version = None if found is None else found.version
+            state = _NO_OBJECT if found is None else found.value
+            with suppress(Conflict):
+                if state["live"] and not state["condemned"]:
+                    return
+                if state["live"]:
+                    self._write(name, state | {"condemned": False}, version)
+                elif mine and mine in state["pending"]:
+                    pending = [one for one in state["pending"] if one != mine]
+                    live = {"files": listed, "live": mine, "pending": pending, "condemned": False}
+                    self._write(name, state | live, version)
+                else:
+                    mine = secrets.token_hex(8)
+                    self._write(name, state | {"pending": [*state["pending"], mine]}, version)
+                    self._upload(f"data/{digest}-{mine}/", {folder / path: one.sha256 for path, one in files.items()})
+
+    def settle(self, digest: str, folder: Path, files: Files) -> None:
+        """Take the folder of a stored object into the cache, so that the next stage need not download it."""
+        copy = self._copies.object(digest)
+        with self._copies.filling(copy):
+            if not copy.exists():
+                make_folder(copy.parent)
+                _write_manifest(folder, files)
+                _settle(folder, copy)
+        self._copies.evict()
+
+    def fetch(self, digest: str) -> Path:
+        """The copy in this node's cache, downloaded if it is missing or damaged. Other processes of the node wait meanwhile."""
+        copy = self._copies.object(digest)
+        with self._copies.filling(copy):
+            damage = object_damage(copy, deep=False) if copy.exists() else "is missing"
+            if not damage:
+                return copy
+            if copy.exists():
+                logger.warning("store: the copy of object %s on this node is damaged: %s", digest[:12], damage)
+                remove_tree(copy)
+            return self._download_object(digest, copy)
+
+    def _download_object(self, digest: str, copy: Path) -> Path:
+        """Download an object into the cache, at most three times if a collection interferes."""
+        make_folder(copy.parent)
+        part = copy.with_name(f".{digest}.{secrets.token_hex(4)}")
+        for _ in range(TRIES):
+            state = self._live(digest).value
+            files = {path: FileEntry(*entry) for path, entry in state["files"].items()}
+            if tree_digest(files) != digest or not all(map(is_inside, files)):
+                rule = "has a list of files with another digest"
+                raise Damaged("artifact", digest[:12], rule, "run `rlhf store verify`")
+            self._copies.evict(sum(one.size for one in files.values()))
+            try:
+                self._download({path: (f"data/{digest}-{state['live']}/", one) for path, one in files.items()}, part)
+            except FileNotFoundError:  # collected, and perhaps added again, since its table was read
+                remove_tree(part)
+                continue
+            _write_manifest(part, files)
+            return _settle(part, copy)
+        raise Gone("artifact", digest[:12], f"has no files in {self.uri}", "run `rlhf store verify`")
+
+    def has(self, digest: str) -> bool:
+        """One GET."""
+        found = self._read(f"objects/{digest}")
+        return found is not None and bool(found.value["live"])
+
+    def problem(self, digest: str, *, deep: bool = False) -> str:
+        """Without `deep` the table of the object says whether it is there. A deep check downloads all files."""
+        found = self._read(f"objects/{digest}") if deep else self._recent(f"objects/{digest}")
+        if found is None or not found.value["live"]:
+            return f"is not in {self.uri}"
+        if not deep:
+            return ""
+        part = self.folder / "verify" / f"{digest}.{secrets.token_hex(4)}"
+        prefix = f"data/{digest}-{found.value['live']}/"
+        try:
+            files = {path: (prefix, FileEntry(*entry)) for path, entry in found.value["files"].items()}
+            self._download(files, part)
+        except FileNotFoundError as error:
+            return f"has lost a file ({error})"
+        except Damaged as error:
+            return str(error).partition(": ")[2].partition(";")[0]
+        finally:
+            remove_tree(part)
+        return ""
+
+    def set_aside(self, digest: str) -> None:
+        """Make the live generation unreadable under the digest, without deleting a file."""
+        found = self._read(f"objects/{digest}")
+        if found is not None and found.value["live"]:
+            aside = [*found.value.get("aside", ()), found.value["live"]]
+            self._write(found.name, found.value | {"live": "", "aside": aside}, found.version)
+
+    def restore(self, digest: str) -> None:
+        """Make the generation live again that was set aside last."""
+        found = self._read(f"objects/{digest}")
+        if found is not None and not found.value["live"] and found.value.get("aside"):
+            *aside, live = found.value["aside"]
+            self._write(found.name, found.value | {"live": live, "aside": aside}, found.version)
+
+    def _live(self, digest: str) -> StoredTable:
+        """The table of a stored object. Raises Gone if it has no live generation."""
+        found = self._read(f"objects/{digest}")
+        if found is None or not found.value["live"]:
+            raise Gone("artifact", digest[:12], f"is not in {self.uri}", "run again to make it again")
+        return found
+
+    def _keep(self, digest: str) -> None:
+        """Clear the mark of a collection, so that no later one deletes the object. Raises Gone if one has."""
+        while True:
+            found = self._live(digest)
+            if not found.value["condemned"]:
+                return
+            with suppress(Conflict):
+                self._write(found.name, found.value | {"condemned": False}, found.version)
+
+    # ---------------------------------------------------------------- unfinished work
+
+    def save_work(
+        self,
+        key: str,
+        token: str,
+        folder: Path,
+        last: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        """Upload the files whose content the last checkpoint did not have."""
+        there = {entry[1]: entry for entry in last.get("files", {}).values()}
+        digests = {path: hash_file(folder / path) for path in list_files(folder)}
+        files = {
+            path: there[sha] if sha in there else [token, sha, (folder / path).stat().st_size]
+            for path, sha in digests.items()
+        }
+        new = {folder / path: sha for path, sha in digests.items() if sha not in there}
+        self._upload(f"work/{key}/{token}/", new)
+        return {"token": token, "files": files}
+
+    def load_work(self, key: str, work: Mapping[str, Any]) -> Path:
+        """Files that ranks on other nodes have uploaded (`apart`) stay in the bucket until a rank needs them."""
+        name = sha256_text(json.dumps(work["files"], sort_keys=True))
+        folder = self.folder / "work" / key / name
+        remove_tree(folder)
+        make_folder(folder.parent)
+        part = folder.with_name(f".{name}.{secrets.token_hex(4)}")
+        files = {path: (size, sha, owner) for path, (owner, sha, size) in work["files"].items()}
+        self.receive(part, key, files)
+        return _settle(part, folder)
+
+    def drop_work(
+        self,
+        key: str,
+        before: Mapping[str, Any],
+        now: Mapping[str, Any],
+    ) -> None:
+        """Delete by the names of owner and content, which a later checkpoint never has again."""
+        old, new = (_work_names(one) for one in (before, now))
+        self._delete([f"work/{key}/{owner}/{sha}" for owner, sha in sorted(old - new)])
+
+    def send(self, folder: Path, key: str, token: str) -> dict[str, tuple[int, str, str]]:
+        """Upload the files of a folder as unfinished work, under an owner that is never used again."""
+        owner = f"{token}.{secrets.token_hex(8)}"
+        sizes = {path: ((folder / path).stat().st_size, hash_file(folder / path)) for path in list_files(folder)}
+        self._upload(f"work/{key}/{owner}/", {folder / path: sha for path, (_, sha) in sizes.items()})
+        return {path: (size, sha, owner) for path, (size, sha) in sizes.items()}
+
+    def receive(self, folder: Path, key: str, files: Parts) -> None:
+        """Download files of unfinished work into a folder. Raises Gone or Damaged."""
+        if outside := [path for path in files if not is_inside(path)]:
+            raise Damaged("checkpoint", outside[0], "is not a path inside a work folder", "use --force to start over")
+        wanted = {path: (f"work/{key}/{owner}/", FileEntry(size, sha)) for path, (size, sha, owner) in files.items()}
+        try:
+            self._download(wanted, folder)
+        except FileNotFoundError as error:
+            raise Gone("checkpoint", key[:12], f"has lost a file ({error})", "use --force to start over") from None
+
+    def discard(self, key: str, files: Parts) -> None:
+        """Delete files that `send` has uploaded and nobody needs any more."""
+        self._delete([f"work/{key}/{owner}/{sha}" for _, sha, owner in files.values()])
+
+    def gather(self, key: str, files: Parts) -> Path:
+        """A folder of this node's cache with files of unfinished work, verified. Raises Gone or Damaged."""
+        entries = {path: FileEntry(size, sha) for path, (size, sha, _) in files.items()}
+        view = self._copies.view(tree_digest(entries))
+        with self._copies.filling(view):
+            if view.exists() and not object_damage(view, deep=False):
+                return view
+            remove_tree(view)
+            make_folder(view.parent)
+            self._copies.evict(sum(one.size for one in entries.values()))
+            part = view.with_name(f".{view.name}.{secrets.token_hex(4)}")
+            self.receive(part, key, files)
+            _write_manifest(part, entries)
+            return _settle(part, view)
+
+    # ---------------------------------------------------------------- collection
+
+    @contextmanager
+    def alone(self) -> Iterator[bool]:
+        yield False
+
+    def objects(self, but: Collection[str]) -> Iterator[StoredObject]:
+        """All objects with files, also files that were set aside or whose upload was cut off."""
+        for table in self._tables("objects/"):
+            digest, state = table.name.partition("/")[2], table.value
+            if digest not in but and _generations(state):
+                size = sum(size for size, _ in state.get("files", {}).values())
+                yield StoredObject(digest, table.version, table.written, state["condemned"], size)
+
+    def condemn(self, one: StoredObject) -> bool:
+        """Mark the version that was listed, and no other."""
+        return self._mark(one, lambda state: state | {"condemned": True}) is not None
+
+    def delete(self, one: StoredObject) -> bool:
+        """Remove the table of an object first, and then the files of the generations that it named."""
+        before = self._mark(one, lambda state: _NO_OBJECT)
+        for generation in [] if before is None else _generations(before):
+            self._delete(self._names(f"data/{one.digest}-{generation}/"))
+        return before is not None
+
+    def _mark(self, one: StoredObject, edit: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any] | None:
+        """Change the table of an object if it is at the listed version; its value before, or None."""
+        found = self._read(f"objects/{one.digest}")
+        if found is None or found.version != one.version:
+            return None
+        try:
+            self._write(found.name, edit(found.value), one.version)
+        except Conflict:
+            return None
+        return found.value
+
+    def sweep(self, *, dry_run: bool) -> int:
+        """Files are listed before tables are read: a table names a generation before its first file exists."""
+        dead: list[str] = []
+        data, work = self._groups("data/"), self._groups("work/")
+        known = {
+            f"{table.name.partition('/')[2]}-{one}"
+            for table in (self._tables("objects/") if data else ())
+            for one in _generations(table.value)
+        }
+        for group, names in data.items():
+            dead += [] if group in known or self._is_generation(group) else names
+        for group, names in work.items():
+            dead += [] if self._is_work(group) else names
+        if not dry_run:
+            self._delete(dead)
+        return len(dead)
+
+    def _groups(self, prefix: str) -> dict[str, list[str]]:
+        """Names of files by the folder that they lie in."""
+        found: dict[str, list[str]] = {}
+        for name in self._names(prefix):
+            found.setdefault(name.rpartition("/")[0].removeprefix(prefix), []).append(name)
+        return found
+
+    def _is_generation(self, group: str) -> bool:
+        """True if the table of the object names this generation now."""
+        digest, _, generation = group.partition("-")
+        found = self._read(f"objects/{digest}")
+        return found is not None and generation in _generations(found.value)
+
+    def _is_work(self, group: str) -> bool:
+        """True if the table of the key names this owner now, as its lease or in its checkpoint."""
+        key, _, owner = group.partition("/")
+        found = self.read(f"keys/{key}")
+        value = {} if found is None else found.value
+        token = (value.get("lease") or {}).get("token")
+        return owner.partition(".")[0] == token or owner in {one for one, _ in _work_names(value.get("work") or {})}
+
+    # ---------------------------------------------------------------- requests
+
+    def _recent(self, name: str) -> StoredTable | None:
+        """A table from the last listing, or else from the server."""
+        with self._threads:
+            known, is_open = self._listed.get(name), bool(self._snapshots)
+            is_recent = is_open or time.monotonic() - self._listed_at < RECENT_S
+        if not is_recent or (known is None and not is_open):  # a table that was missing may exist by now
+            return self._read(name)
+        return None if known is None or known.value == _REMOVED else known
+
+    def _read(self, name: str) -> StoredTable | None:
+        """The table of this name now; None if there is none, or a removed one."""
+        found = self._get(name)
+        table = None if found is None or found[1].value == _REMOVED else found[1]
+        self._note(name, table)
+        return table
+
+    def _note(self, name: str, table: StoredTable | None) -> None:
+        """Let the last listing have this table."""
+        with self._threads:
+            if table is None:
+                self._listed.pop(name, None)
+            else:
+                self._listed[name] = table
+
+    def _full(self, prefix: str, name: str) -> str:
+        return name if prefix == "objects/" else f"{prefix}{name}"
+
+    def _get(self, name: str) -> tuple[bytes, StoredTable] | None:
+        """The bytes and the table of this name. Raises Damaged if they do not arrive as they were written."""
+        for _ in range(TRIES):
+            try:
+                raw, version, written = self._again(lambda: self.server.get(name))
+            except FileNotFoundError:
+                return None
+            value = unpack(raw)
+            if value is not None:
+                return raw, StoredTable(name.removeprefix("tables/"), value, version, written)
+        rule = "does not arrive with the checksum that it was written with"
+        raise DamagedTable.of(name.removeprefix("tables/"), rule)
+
+    def _write(self, name: str, value: Mapping[str, Any], expected: str | None) -> StoredTable:
+        """Put a table on a condition. A put whose response was lost is recognized by the random member of its bytes."""
+        raw = pack(value)
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                version = self.server.put(name, raw, expected)
+                # Its time is that of the server, which the response lacks: just now.
+                table = StoredTable(name.removeprefix("tables/"), dict(value), version, math.inf)
+                self._note(name, None if table.value == _REMOVED else table)
+                return table
+            except Unreachable:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(RETRY_S)
+            except Conflict:
+                pass
+            # Our own put may have been carried out although its answer was lost.
+            there = self._get(name)
+            if there is not None and there[0] == raw:
+                self._note(name, None if there[1].value == _REMOVED else there[1])
+                return there[1]
+            if there is not None and expected is None and there[1].value == _REMOVED:
+                expected = there[1].version
+            elif (None if there is None else there[1].version) != expected or time.monotonic() > deadline:
+                raise Conflict(name)
+            else:  # another put is in progress
+                time.sleep(RETRY_S / 40)
+
+    def _tables(self, prefix: str, damaged: list[DamagedTable] | None = None) -> Iterator[StoredTable]:
+        """The listed tables, read by several threads where this node does not have them."""
+        listed = list(self._again(lambda: list(self.server.list(prefix))))
+
+        def get(one: tuple[str, str, float, int]) -> StoredTable | None:
+            try:
+                return self._cached(*one[:3])
+            except DamagedTable as error:
+                if damaged is None:
+                    raise
+                damaged.append(error)
+                return None
+
+        with ThreadPoolExecutor(THREADS) as pool:
+            yield from (table for table in pool.map(get, listed) if table is not None)
+
+    def _cached(self, name: str, version: str, written: float) -> StoredTable | None:
+        """The table at a listed version, from the cache of this node if that holds exactly these bytes."""
+        path = self.folder / "cache" / f"{sha256_text(name)[:32]}.table"
+        with suppress(FileNotFoundError):
+            noted, _, raw = path.read_bytes().partition(b"\n")
+            value = unpack(raw) if noted.decode("utf-8", "replace") == version else None
+            if value is not None:
+                return StoredTable(name.removeprefix("tables/"), value, version, written)
+        found = self._get(name)
+        if found is None:
+            return None
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{secrets.token_hex(4)}")
+        part.write_bytes(found[1].version.encode() + b"\n" + found[0])
+        part.replace(path)
+        return found[1]
+
+    def _delete(self, names: Collection[str]) -> None:
+        """Delete files, with several threads."""
+        with ThreadPoolExecutor(THREADS) as pool:
+            list(pool.map(lambda name: self._again(lambda: self.server.delete(name)), names))
+
+    def _names(self, prefix: str) -> list[str]:
+        """All names below a prefix."""
+        return [name for name, *_ in self._again(lambda: list(self.server.list(prefix)))]
+
+    def _upload(self, prefix: str, files: Mapping[Path, str]) -> None:
+        """Upload files by their content, with several threads."""
+        by_content = {sha: path for path, sha in files.items()}  # equal files of a folder once
+
+        def put(content: tuple[str, Path]) -> None:
+            self._again(lambda: self.server.upload(f"{prefix}{content[0]}", content[1]))
+
+        with ThreadPoolExecutor(THREADS) as pool:
+            list(pool.map(put, by_content.items()))
+
+    def _download(
+        self, files: Mapping[str, tuple[str, FileEntry]], part: Path, server: ObjectServer | None = None
+    ) -> None:
+        """Write files, given as prefix and content, into the folder `part`. Raises Damaged or FileNotFoundError."""
+        source = server or self.server
+
+        def get(item: tuple[str, tuple[str, FileEntry]]) -> None:
+            name, (prefix, entry) = item
+            path = part / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            for _ in range(TRIES):
+                self._again(lambda: source.download(f"{prefix}{entry.sha256}", path))
+                if hash_file(path) == entry.sha256:
+                    return
+            rule = f"{name} arrived {TRIES} times with other content"
+            raise Damaged("artifact", prefix, rule, "check this node; run `rlhf store verify` on another")
+
+        with ThreadPoolExecutor(THREADS) as pool:
+            list(pool.map(get, files.items()))
+
+    def _again(self, request: Callable[[], T]) -> T:
+        """Repeat a request for as long as a stage can wait for the bucket."""
+        return repeat(request, PATIENCE_S)
+
+
+def repeat(request: Callable[[], T], patience_s: float) -> T:
+    """Repeat a request that changes nothing, or may be carried out twice, while the server does not answer."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            return request()
+        except Unreachable as error:
+            if time.monotonic() > deadline:
+                raise
+            logger.warning("%s; trying again", error)
+            time.sleep(min(RETRY_S, patience_s))
+
+
+# ---------------------------------------------------------------- private
+
+
+def _work_names(work: Mapping[str, Any]) -> set[tuple[str, str]]:
+    """Owner and SHA-256 of all files of unfinished work."""
+    entries: Iterable[Any] = (*work.get("files", {}).values(), *work.get("apart", {}).values())
+    return {(owner, sha) for owner, sha, _ in entries}
+
+
+def _generations(state: Mapping[str, Any]) -> list[str]:
+    """The generations that the table of an object names; files of any other may be deleted."""
+    return [one for one in (state["live"], *state["pending"], *state.get("aside", ())) if one]
+
+
+def _write_manifest(folder: Path, files: Files) -> None:
+    """Write the list of files that an object on a disk has."""
+    listed = {path: {"size": one.size, "sha256": one.sha256} for path, one in files.items()}
+    write_json(folder / MANIFEST, {"schema": 1, "files": listed})
+
+
+def _settle(part: Path, folder: Path) -> Path:
+    """Give the complete files in `part` their read-only place, after they are on the disk."""
+    fsync_tree(part)
+    try:
+        part.rename(folder)
+    except OSError:  # another process of this node was faster
+        remove_tree(part)
+        return folder
+    make_read_only(folder)
+    fsync_path(folder.parent)
+    return folder

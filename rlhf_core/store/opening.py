@@ -1,0 +1,77 @@
+"""Find the folder of a store, and open the store that lies there or in the bucket that the folder caches."""
+
+import json
+from functools import cache
+from pathlib import Path
+
+from rlhf_core.errors import ConfigError
+from rlhf_core.store.addresses import SCHEMES, check_address
+from rlhf_core.store.bucket import BucketStore, repeat
+from rlhf_core.store.disk import DiskStore
+from rlhf_core.store.earlier import EarlierBucketStore, EarlierDiskStore
+from rlhf_core.store.fingerprint import sha256_text
+from rlhf_core.store.layout import MARKER, SCHEMA, cache_folder, read_json, write_text
+
+PROBE_PATIENCE_S = 10.0
+"""How long the first requests to a bucket are repeated. Its address may be wrong."""
+
+
+def store_root(place: str) -> Path:
+    """The folder of a store: the one that `place` names, or this node's cache of the bucket `s3://...`.
+
+    Raises ConfigError for an invalid address, and for a bucket that cannot be reached or whose server has no conditional
+    puts.
+    """
+    if not place:
+        raise ConfigError("store", place, "is empty", "name a folder, or a bucket such as s3://BUCKET/FOLDER")
+    if "://" not in place and place.partition(":/")[0].lower() not in SCHEMES:
+        return _folder(place)
+    check_address(place)
+    uri = place.rstrip("/")
+    root = cache_folder() / f"{uri.rpartition('/')[2]}-{sha256_text(uri)[:8]}"
+    known = read_json(root / MARKER)
+    if known is None or known["schema"] < SCHEMA:
+        from rlhf_core.store.bucket_server import probe  # obstore, which stores on disks do not need
+
+        repeat(lambda: probe(uri), PROBE_PATIENCE_S)
+        root.mkdir(parents=True, exist_ok=True)
+        root.chmod(0o700)  # models and data of a bucket that others on this machine may not be allowed to read
+        write_text(root / MARKER, json.dumps({"mirrors": uri, "schema": SCHEMA}, indent=1), durable=True)
+    return root
+
+
+def open_store(root: Path) -> DiskStore | BucketStore:
+    """The store in a folder, or in the bucket that the folder caches."""
+    root = Path(root).absolute()
+    uri = bucket_of(root)
+    return EarlierDiskStore(root) if uri is None else _open_bucket_store(root, uri)
+
+
+def bucket_of(root: Path) -> str | None:
+    """The address of the bucket that a folder caches; None for a store on a disk."""
+    known = read_json(root / MARKER) if (root / MARKER).is_file() else None
+    return None if known is None or "mirrors" not in known else str(known["mirrors"])
+
+
+def place_of(root: Path) -> str:
+    """The name of the store in a folder on any node: the address of its bucket, or its path."""
+    return bucket_of(root) or str(root)
+
+
+@cache
+def _open_bucket_store(root: Path, uri: str) -> BucketStore:
+    """One client for a process: its listings are used by all who open the store."""
+    from rlhf_core.store.bucket_server import ObstoreServer
+
+    return EarlierBucketStore(ObstoreServer(uri), root, uri, ObstoreServer(uri, prefix=""))
+
+
+def _folder(place: str) -> Path:
+    """The folder of a store on a disk. Raises ConfigError for a text that cannot be a path."""
+    try:
+        found = Path(place).expanduser()
+        found.is_dir()  # UnicodeEncodeError and ValueError for characters that no path has
+    except (RuntimeError, ValueError, OSError) as error:  # an unknown user; a name that is too long
+        rule = f"cannot be a folder ({getattr(error, 'strerror', '') or error})"
+        raise ConfigError("store", place, rule, "name a folder, or s3://BUCKET/FOLDER") from None
+    return found

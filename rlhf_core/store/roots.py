@@ -1,0 +1,129 @@
+"""The roots of a store, which a collection keeps with everything that they were made from: pins, and the needs of waiting runs.
+
+A run that waits for people may wait for longer than unused results are kept. So an open question, a stage that has halted
+(people are to judge, or the time or the money was spent), and the finished stages of a run that waits are roots.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from pydantic import ValidationError
+
+from rlhf_core.errors import ArtifactError
+from rlhf_core.store.fingerprint import sha256_text
+from rlhf_core.store.gate_decisions import GateDecisions
+from rlhf_core.store.layout import object_of
+from rlhf_core.store.leases import name_of
+from rlhf_core.store.protocol import DamagedTable, Store, StoredTable, discard, update
+from rlhf_core.store.typed_json import Stored
+
+_WHOLE = re.compile("[0-9a-f]{64}")
+"""A whole digest or key, not the beginning of one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Root:
+    """The digest or key that is kept, with the reason."""
+
+    target: str
+    why: str
+
+
+class _Pin(Stored):
+    target: str
+    note: str
+
+
+class _Wait(Stored):
+    run: str
+    keys: list[str]
+
+
+def roots_of(store: Store, keys: Iterable[StoredTable]) -> tuple[list[Root], list[str]]:
+    """All roots, and a description of each table of one that cannot be read. `keys`: the tables of all keys."""
+    roots: list[Root] = []
+    damaged: list[DamagedTable] = []
+    unreadable = []
+    for table in store.tables("pins/", damaged=damaged):
+        try:
+            pin = _Pin.model_validate(table.value)
+            roots.append(Root(pin.target, f"pinned ({pin.note})" if pin.note else "pinned"))
+        except ValidationError:
+            unreadable.append(f"{table.name} is not a pin")
+    for table in store.tables("waits/", damaged=damaged):
+        try:
+            wait = _Wait.model_validate(table.value)
+            roots += [Root(key, f"the run {wait.run} waits") for key in wait.keys]
+        except ValidationError:
+            unreadable.append(f"{table.name} does not name the needs of a waiting run")
+    try:
+        roots += _asked_about(store)
+    except (ArtifactError, ValidationError) as error:
+        unreadable.append(f"gates/: {error}")
+    for table in keys:
+        past = table.value.get("attempts") or [{}]
+        if past[-1].get("halted"):
+            why = "a stage that has halted needs it"
+            key = table.name.rpartition("/")[2]
+            roots += [Root(name, why) for name in (key, *map(object_of, past[-1].get("inputs", ())))]
+    return roots, [*unreadable, *map(str, damaged)]
+
+
+def _asked_about(store: Store) -> Iterator[Root]:
+    """The artifacts that open questions are about."""
+    for request in GateDecisions(store).requests():
+        if request.answer is None:
+            runs = ", ".join(dict.fromkeys(asker.run for asker in request.askers))
+            yield Root(request.question.digest, f"gate {request.question.gate} of {runs} waits for an answer")
+
+
+# ---------------------------------------------------------------- runs that wait
+
+
+def note_wait(store: Store, run: str, keys: Iterable[str]) -> None:
+    """Keep the results of these keys until the run of this name has completed (`forget_wait`)."""
+    wait = _Wait(run=run, keys=list(keys)).model_dump()
+    update(store, f"waits/{sha256_text(run)}", lambda _: wait)
+
+
+def forget_wait(store: Store, run: str) -> None:
+    """Release the objects that the run of this name kept while it waited."""
+    discard(store, f"waits/{sha256_text(run)}")
+
+
+# ---------------------------------------------------------------- pins
+
+
+def pin(store: Store, target: str, note: str) -> None:
+    """Protect the object or record that `target` (a digest, a key or a uri) names from collections."""
+    name = object_of(target)
+    refers = [name] if _WHOLE.fullmatch(name) and store.has(name) else []
+    found = store.read(name_of(name)) if _WHOLE.fullmatch(name) else None
+    record = None if found is None else found.value.get("record")
+    if not refers and record is None:
+        rule, remedy = "is neither an object nor a key of this store", "see the digests of `rlhf store ls --json`"
+        raise ArtifactError("pin", target, rule, remedy)
+    if record is not None:
+        refers = [record["object"]]
+    value = _Pin(target=name, note=note).model_dump()
+    update(store, _pin(name), lambda _: value, refers=refers)
+
+
+def unpin(store: Store, target: str) -> None:
+    """Remove a pin. Raises ArtifactError if the target is not pinned."""
+    name = _pin(object_of(target))
+    if store.read(name) is None:
+        remedy = f"the pins are {', '.join(sorted(pins(store))) or 'none'}"
+        raise ArtifactError("unpin", target, "is not pinned", remedy)
+    discard(store, name)
+
+
+def pins(store: Store) -> dict[str, str]:
+    """Target and note of each pin."""
+    found = [_Pin.model_validate(table.value) for table in store.tables("pins/")]
+    return {pin.target: pin.note for pin in found}
+
+
+def _pin(name: str) -> str:
+    return f"pins/{sha256_text(name)}"
