@@ -141,7 +141,7 @@ class LocalExecutor:
         if owner is None:
             return None
         self.context.listener.started(spec.label, Decision("ATTACH", owner.claim, key, None))
-        while store.living_owner(key) is not None:
+        while store.living_owner(key, fresh=True) is not None:
             time.sleep(ATTACH_POLL_S)
         return find_result(self.context, spec)
 

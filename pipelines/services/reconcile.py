@@ -35,14 +35,15 @@ def reconcile_all(home: Home, stores: list[ArtifactStore]) -> Iterator[str]:
 
 def reconcile_store(store: ArtifactStore) -> Iterator[str]:
     """Remove leases whose owner is gone and end the attempts of such owners; yield a line for every change."""
-    for table in store.shared.tables("keys/", damaged=[]):
-        key, owner = table.name.rpartition("/")[2], owner_in(table.value)
-        ended = store.tidy(key)
-        if owner is not None and is_gone(owner):
-            yield f"lease {key[:12]} of {owner} -> removed: its owner is gone"
-        if ended is not None:
-            label, attempt = ended
-            yield f"attempt {attempt.number} at {label} ({key[:12]}) -> {attempt.status}: {attempt.failure}"
+    with store.snapshot():
+        for table in store.shared.tables("keys/", damaged=[]):
+            key, owner = table.name.rpartition("/")[2], owner_in(table.value)
+            ended = store.tidy(key)
+            if owner is not None and is_gone(owner):
+                yield f"lease {key[:12]} of {owner} -> removed: its owner is gone"
+            if ended is not None:
+                label, attempt = ended
+                yield f"attempt {attempt.number} at {label} ({key[:12]}) -> {attempt.status}: {attempt.failure}"
     for path in sweep_temporaries(store.root):
         yield f"file {path.relative_to(store.root)} -> removed: its writer was killed"
 

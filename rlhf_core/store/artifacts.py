@@ -224,9 +224,9 @@ class ArtifactStore:
         """True if `ref` is a user's own folder, which this store neither keeps nor removes."""
         return ref.uri.startswith(_FILE)
 
-    def living_owner(self, key: str) -> Owner | None:
-        """The process that computes `key` now."""
-        return living_owner(self.shared, key)
+    def living_owner(self, key: str, *, fresh: bool = False) -> Owner | None:
+        """The process that computes `key`: now if `fresh`, else as of the last listing of a bucket."""
+        return living_owner(self.shared, key, fresh=fresh)
 
     # ------------------------------------------------------------ writing
 

@@ -130,7 +130,9 @@ class BucketStore:
             if not self._snapshots and time.monotonic() - self._listed_at > within_s:
                 self._listed = {}
                 for prefix in ("tables/", "objects/"):
-                    self._listed |= {self._full(prefix, table.name): table for table in self._tables(prefix)}
+                    # A damaged table is reported by the command that needs it.
+                    listed = self._tables(prefix, damaged=[])
+                    self._listed |= {self._full(prefix, table.name): table for table in listed}
                 self._listed_at = time.monotonic()
             self._snapshots += 1
         try:

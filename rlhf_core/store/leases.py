@@ -209,13 +209,13 @@ def hold(
             logger.warning("could not release lease %s: %s", key[:12], error)
 
 
-def living_owner(store: Store, key: str) -> Owner | None:
-    """The process that computes `key`, as far as one look can tell."""
-    found = store.recent(name_of(key))
+def living_owner(store: Store, key: str, *, fresh: bool = False) -> Owner | None:
+    """The process that computes `key`, as far as one look can tell: now if `fresh`, else as of the last listing."""
+    found = store.read(name_of(key)) if fresh else store.recent(name_of(key))
     owner = None if found is None else owner_in(found.value)
     if found is None or owner is None or is_gone(owner) or _is_left(owner):
         return None
-    if not _is_local(owner) and store.now() - found.written > TTL_S:
+    if not _is_local(owner) and store.now(exact=False) - found.written > TTL_S:
         return None
     return owner
 

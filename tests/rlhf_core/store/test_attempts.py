@@ -124,9 +124,7 @@ def test_an_attempt_whose_process_was_killed_is_noted_as_interrupted_once(folder
     assert not (folder.path / "out-1").exists() and attempts.abandon(folder, committed=False) is None
 
 
-@pytest.mark.parametrize(
-    "changes", [{"number": "two"}, {"code": ["m"]}, {"status": "lost"}, {"failure": 5}]
-)
+@pytest.mark.parametrize("changes", [{"number": "two"}, {"code": ["m"]}, {"status": "lost"}, {"failure": 5}])
 def test_a_history_with_values_of_other_types_starts_again(changes, folder):
     begin(folder)
     folder.lease.update(lambda value: value | {"attempts": [value["attempts"][0] | changes]})
@@ -158,8 +156,7 @@ def as_a_kill_leaves_it(store: ArtifactStore, key: str, **changes: object) -> At
     update(
         store.shared,
         name_of(key),
-        lambda value: value
-        | {"lease": dead, "attempts": [*value["attempts"][:-1], value["attempts"][-1] | killed]},
+        lambda value: value | {"lease": dead, "attempts": [*value["attempts"][:-1], value["attempts"][-1] | killed]},
     )
     (attempts.checkpoints(folder) / "step-1").mkdir(parents=True)
     (attempts.latest_work(folder) / "shards").mkdir()
