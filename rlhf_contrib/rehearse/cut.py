@@ -37,6 +37,7 @@ from rlhf_core.config.runtime import (
 )
 from rlhf_core.config.schedule import ScheduledSampling, SchedulePart
 from rlhf_core.schema.base import Config
+from stages.config.collect_preferences import CollectPreferencesConfig
 from stages.config.condition import ConditionConfig
 from stages.config.evaluate import EvaluateConfig
 from stages.config.evaluate_harness import HarnessSuite
@@ -299,6 +300,15 @@ def cut_selection(config: Any) -> Changes:
     return found
 
 
+def cut_collection(config: CollectPreferencesConfig) -> Changes:
+    """Few comparisons of which some are held out: one simulated annotator, whose judgments all count."""
+    found: dict[str, Any] = {"min_attention": 0.0}
+    found["eval_fraction"] = max(config.eval_fraction, 0.5) if config.eval_fraction else 0.0
+    if isinstance(config.annotator, ProgramAnnotator):
+        found["annotator"] = config.annotator.model_copy(update={"annotators": 1, "tie_below": 0.0})
+    return found
+
+
 RULES: tuple[tuple[type | tuple[type, ...], Callable[[Any], Changes]], ...] = (
     (InitModel, cut_model),
     (RuntimeConfig, cut_runtime),
@@ -325,6 +335,7 @@ RULES: tuple[tuple[type | tuple[type, ...], Callable[[Any], Changes]], ...] = (
     (ScoreConfig, cut_scoring),
     (SuitePromptsConfig, lambda config: {"max_prompts": ANSWERS}),
     (ProposeComparisonsConfig, lambda config: lower(config, budget=8)),
+    (CollectPreferencesConfig, cut_collection),
     (
         (
             Selection,
