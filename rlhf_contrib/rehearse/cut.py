@@ -3,7 +3,7 @@
 The rules are by the class of an option, so they hold wherever a profile has it: in a section, a step, or a round.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -382,9 +382,22 @@ class Cutter:
         for kind, rule in RULES:
             if isinstance(cut, kind):
                 changes = {name: value for name, value in rule(cut).items() if value != getattr(cut, name)}
-                self.cuts += [Cut(dotted(key, name), options[name], value) for name, value in changes.items()]
+                for name, value in changes.items():
+                    self.cuts += differences(dotted(key, name), options[name], value)
                 cut = cut.model_copy(update=changes)
         return cut
+
+
+def differences(key: str, before: Any, after: Any) -> Iterator[Cut]:
+    """Yield the options that differ, below options of the same kind each by its own key."""
+    if isinstance(before, Config) and type(before) is type(after):
+        before = {name: getattr(before, name) for name in type(before).model_fields}
+        after = {name: getattr(after, name) for name in before}
+    if isinstance(before, dict) and isinstance(after, dict):
+        for name, value in after.items():
+            yield from differences(dotted(key, str(name)), before.get(name), value)
+    elif before != after:
+        yield Cut(key, before, after)
 
 
 def dotted(key: str, name: str) -> str:

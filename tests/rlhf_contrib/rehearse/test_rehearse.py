@@ -213,6 +213,7 @@ def test_the_cuts_are_listed_with_both_values(clean):
     cuts = [str(cut) for cut in clean.cuts]
     assert "ppo.steps: 100 -> 2" in cuts
     assert "sft.loop.batch_size: 32 -> 4" in cuts
+    assert "recipe.scored.rewards.terms.rehearsal: None -> function" in cuts
 
 
 @pytest.mark.parametrize("name", profile_names())
