@@ -28,7 +28,7 @@ from rlhf_core.errors import (
 )
 from rlhf_core.models.architecture import length_limit, read_config
 from rlhf_core.types import Message
-from rlhf_core.user_code.dependencies import unseen_reads
+from rlhf_core.user_code.dependencies import unseen_by_programs, unseen_reads
 
 # ---------------------------------------------------------------- packages and code
 
@@ -93,17 +93,18 @@ def missing_packages(config: PipelineConfig, nodes: Iterable[Node]) -> Iterator[
 
 
 def unseen_code(nodes: Iterable[Node]) -> Iterator[str]:
-    """Yield a problem for each read of a user's function that no key contains."""
+    """Yield a problem for each read of a user's function or program that no key contains."""
     remedy = "name the files and variables in DEPENDS_ON (docs/keys.md), or raise a version"
     for node in nodes:
         for key, function in reward_functions(node.config, node.path).items():
             for phrase in unseen_reads(function, key=key):
-                yield explain(
-                    key,
-                    function,
-                    f"{phrase}, which the key does not contain",
-                    remedy,
-                )
+                rule = f"{phrase}, which the key does not contain"
+                yield explain(key, function, rule, remedy)
+        agents = node.config.by_key if isinstance(node.config, AgentsBySource) else {}
+        for name, agent in agents.items():
+            for phrase in unseen_by_programs(agent.read_files()):
+                rule = f"{phrase}, which the key does not contain"
+                yield explain(f"{node.path}.{name}", agent.type, rule, "add it to files")
 
 
 # ---------------------------------------------------------------- rows
@@ -114,9 +115,9 @@ def dropped_rows(label: str, folder: Path) -> Iterator[str]:
     report = json.loads((folder / "validation.json").read_text(encoding="utf-8"))
     read = sum(report["rows_read"].values())
     remedy = f"`rlhf show {label} validation.json` lists them: mend the rows, or raise the limits"
-    first = {drop["reason"].partition(":")[0]: drop for drop in reversed(report["drops"])}
     for reason, count in report["reasons"].items():
-        drop = first.get(reason) or next(one for one in report["drops"] if one["reason"].startswith(reason))
+        drops = report["drops"]
+        drop = next((one for one in drops if one["reason"].startswith(reason)), drops[0])
         place = f"{Path(drop['file']).name}:{drop['line']}" if drop["line"] else drop["source"]
         rule = f"{count:,} of {read:,} rows are dropped: {drop['reason']} (first at {place})"
         yield explain(

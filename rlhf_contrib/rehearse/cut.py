@@ -3,7 +3,7 @@
 The rules are by the class of an option, so they hold wherever a profile has it: in a section, a step, or a round.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +37,7 @@ from rlhf_core.config.runtime import (
 )
 from rlhf_core.config.schedule import ScheduledSampling, SchedulePart
 from rlhf_core.schema.base import Config
+from stages.config.collect_preferences import CollectPreferencesConfig
 from stages.config.condition import ConditionConfig
 from stages.config.evaluate import EvaluateConfig
 from stages.config.evaluate_harness import HarnessSuite
@@ -299,6 +300,15 @@ def cut_selection(config: Any) -> Changes:
     return found
 
 
+def cut_collection(config: CollectPreferencesConfig) -> Changes:
+    """Few comparisons of which some are held out: one simulated annotator, whose judgments all count."""
+    found: dict[str, Any] = {"min_attention": 0.0}
+    found["eval_fraction"] = max(config.eval_fraction, 0.5) if config.eval_fraction else 0.0
+    if isinstance(config.annotator, ProgramAnnotator):
+        found["annotator"] = config.annotator.model_copy(update={"annotators": 1, "tie_below": 0.0})
+    return found
+
+
 RULES: tuple[tuple[type | tuple[type, ...], Callable[[Any], Changes]], ...] = (
     (InitModel, cut_model),
     (RuntimeConfig, cut_runtime),
@@ -325,6 +335,7 @@ RULES: tuple[tuple[type | tuple[type, ...], Callable[[Any], Changes]], ...] = (
     (ScoreConfig, cut_scoring),
     (SuitePromptsConfig, lambda config: {"max_prompts": ANSWERS}),
     (ProposeComparisonsConfig, lambda config: lower(config, budget=8)),
+    (CollectPreferencesConfig, cut_collection),
     (
         (
             Selection,
@@ -371,9 +382,22 @@ class Cutter:
         for kind, rule in RULES:
             if isinstance(cut, kind):
                 changes = {name: value for name, value in rule(cut).items() if value != getattr(cut, name)}
-                self.cuts += [Cut(dotted(key, name), options[name], value) for name, value in changes.items()]
+                for name, value in changes.items():
+                    self.cuts += differences(dotted(key, name), options[name], value)
                 cut = cut.model_copy(update=changes)
         return cut
+
+
+def differences(key: str, before: Any, after: Any) -> Iterator[Cut]:
+    """Yield the options that differ, below options of the same kind each by its own key."""
+    if isinstance(before, Config) and type(before) is type(after):
+        before = {name: getattr(before, name) for name in type(before).model_fields}
+        after = {name: getattr(after, name) for name in before}
+    if isinstance(before, dict) and isinstance(after, dict):
+        for name, value in after.items():
+            yield from differences(dotted(key, str(name)), before.get(name), value)
+    elif before != after:
+        yield Cut(key, before, after)
 
 
 def dotted(key: str, name: str) -> str:

@@ -4,12 +4,15 @@ What a random model writes says little about a reward: a rule for right answers 
 """
 
 import re
+from collections import defaultdict
 from collections.abc import (
+    Iterable,
     Iterator,
     Mapping,
     Sequence,
 )
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +39,7 @@ from rlhf_core.config.rewards import (
     RewardsConfig,
 )
 from rlhf_core.data.chat import ChatTemplate
+from rlhf_core.data.tables import Demonstration, Preference
 from rlhf_core.errors import explain
 from rlhf_core.rewards.batches import BatchedReward
 from rlhf_core.rewards.scoring import Scorer
@@ -43,6 +47,7 @@ from rlhf_core.rewards.terms import identity, open_elsewhere
 from rlhf_core.types import (
     Completion,
     Generation,
+    Message,
     Prompt,
     floats,
     ids,
@@ -50,8 +55,10 @@ from rlhf_core.types import (
 )
 
 Probed = FunctionReward | RemoteReward | JudgeReward
-PROMPTS = 2
+PROMPTS = 4
 """Prompts of each source."""
+TEXTS = 4
+"""Answers to other prompts of the source."""
 LABEL_FORMS = (
     "{}",
     "The answer is {}.",
@@ -64,7 +71,9 @@ LABEL_FORMS = (
 OTHERS = (
     "",
     "I do not know",
+    "yes",
     "Yes, of course!",
+    "yes of course and here is what you need to know about it!",
     "Größe: 你好",
     '{"answer": 1, "score": 3}',
     "```python\nprint(1)\n```",
@@ -74,14 +83,43 @@ _LAST_NUMBER = re.compile(r"-?\d+(?!.*\d)", re.DOTALL)
 _LACKS = re.compile(r"missing \d+ required .*argument")
 
 
-def written_answers(prompt: Prompt, texts: Sequence[str]) -> list[str]:
-    """Answers to a prompt: its label in several forms, written answers of the data, and other texts."""
-    fields = [str(value) for value in label_fields(prompt.label).values() if isinstance(value, (str, int, float))]
-    labels = dict.fromkeys([prompt.label, *fields])
-    forms = [form.format(label) for label in labels if label for form in LABEL_FORMS]
-    # A demonstration with the right result is right in the form of the data.
-    right = [_LAST_NUMBER.sub(lambda _: prompt.label, text) for text in texts if prompt.label]
-    return list(dict.fromkeys([*forms, *right, *texts, *OTHERS]))
+@dataclass(frozen=True)
+class WrittenAnswers:
+    """The answers of demonstrations and of preferred sides, by their prompt and by their source."""
+
+    by_prompt: Mapping[tuple[Message, ...], list[str]]
+    by_source: Mapping[str, list[str]]
+
+    @classmethod
+    def of(cls, rows: Iterable[Demonstration | Preference]) -> "WrittenAnswers":
+        """The answers of rows."""
+        by_prompt: dict[tuple[Message, ...], list[str]] = defaultdict(list)
+        by_source: dict[str, list[str]] = defaultdict(list)
+        for row in rows:
+            turns = row.messages if isinstance(row, Demonstration) else (*row.prompt, *row.chosen)
+            by_prompt[turns[:-1]].append(turns[-1].content)
+            by_source[row.source].append(turns[-1].content)
+        return cls(by_prompt, by_source)
+
+    def to(self, prompt: Prompt) -> list[str]:
+        """Answers to a prompt: its own ones, its label in several forms, answers to other prompts, and other texts."""
+        fields = label_fields(prompt.label).values()
+        plain = [str(value) for value in fields if isinstance(value, (str, int, float))]
+        labels = dict.fromkeys([prompt.label, *plain])
+        forms = [form.format(label) for label in labels if label for form in LABEL_FORMS]
+        others = self.by_source.get(prompt.source, [])[:TEXTS]
+        # A demonstration with the right result is right in the form of the data.
+        right = [_LAST_NUMBER.sub(lambda _: prompt.label, text) for text in others if prompt.label]
+        own = self.by_prompt.get(prompt.messages, [])[:TEXTS]
+        return list(dict.fromkeys([*own, *forms, *right, *others, *OTHERS]))
+
+    def few_prompts(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """A few prompts of each source, first those that have an answer."""
+        chosen: dict[str, list[Prompt]] = defaultdict(list)
+        for row in sorted(prompts, key=lambda row: row.messages not in self.by_prompt):
+            if len(chosen[row.source]) < PROMPTS:
+                chosen[row.source].append(row)
+        return [row for found in chosen.values() for row in found]
 
 
 def generation(
@@ -105,7 +143,7 @@ def generation(
 def probe_rewards(
     nodes: Sequence[Node],
     prompts: Mapping[str, Sequence[Prompt]],
-    texts: Mapping[str, Sequence[str]],
+    written: WrittenAnswers,
     chat: ChatTemplate,
     routes: Sequence[Route],
     folder: Path,
@@ -113,9 +151,12 @@ def probe_rewards(
 ) -> None:
     """Add the problems of all rewards of the nodes, on prompts (by their table) that a node reads.
 
-    `texts` are written answers by their source. A judge is asked about few answers, since each one costs.
+    A judge is asked about few answers, since each one costs.
     """
-    answers = {name: probed_answers(rows, texts, chat) for name, rows in prompts.items()}
+    answers = {
+        name: [generation(row, text, chat) for row in written.few_prompts(rows) for text in written.to(row)]
+        for name, rows in prompts.items()
+    }
     made = {name: node for node in nodes for name in (node.label, *node.names)}
     seen: set[str] = set()
     for node in nodes:
@@ -159,14 +200,6 @@ def probe_rewards(
                         asked,
                         found,
                     )
-
-
-def probed_answers(
-    prompts: Sequence[Prompt], texts: Mapping[str, Sequence[str]], chat: ChatTemplate
-) -> list[Generation]:
-    """The written answers to a few prompts of each source."""
-    chosen = [row for at, row in enumerate(prompts) if [one.source for one in prompts[:at]].count(row.source) < PROMPTS]
-    return [generation(row, text, chat) for row in chosen for text in written_answers(row, texts.get(row.source, ()))]
 
 
 def table_behind(node: Node, made: Mapping[str, Node]) -> tuple[str, set[str]]:

@@ -56,9 +56,9 @@ class RowsConfig(Config):
     """The number of rows that are kept."""
 
     trained: int = 8
-    """Most training rows of a source."""
+    """Most training rows, and prompts to train on, of a source."""
     asked: int = 3
-    """Most prompts, and held-out rows, of a source."""
+    """Most held-out rows and prompts of a source."""
 
 
 def run(
@@ -95,7 +95,9 @@ def run(
             children[name] = (name, PromptsRef)
             rows = read_prompts(context.path(ref))
             lengths[name] = measure_rows(rows, chat)
-            write_prompts(context.out / name, few(rows, config.asked))
+            # Some prompts are held out of the training prompts for evaluations on the way.
+            most = config.trained if name == "prompts" else config.asked
+            write_prompts(context.out / name, few(rows, most))
     write_json(context.out / LENGTHS, lengths)
     return context.commit(PreparedDataRef, children=children)
 

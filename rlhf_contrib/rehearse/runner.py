@@ -29,10 +29,11 @@ from rlhf_contrib.rehearse import (
 )
 from rlhf_contrib.rehearse.cut import cut_profile, simulate_people
 from rlhf_contrib.rehearse.models import write_tiny_policy, write_tiny_reward_model
-from rlhf_contrib.rehearse.probes import probe_rewards
+from rlhf_contrib.rehearse.probes import WrittenAnswers, probe_rewards
 from rlhf_contrib.rehearse.problems import NodeResult, Rehearsal
-from rlhf_contrib.rehearse.servers import Servers
+from rlhf_contrib.rehearse.servers import Servers, silent_engines
 from rlhf_core.config.models import PretrainedModel
+from rlhf_core.config.runtime import VllmServerSamplerConfig
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.tables import (
     read_demonstrations,
@@ -78,6 +79,9 @@ def rehearse(
         return found
     found.add(problems.UNSEEN, *checks.unseen_code(nodes))
     found.add(problems.GROUPS, *checks.flat_groups(nodes))
+    sampler = config.runtime.sampler
+    if isinstance(sampler, VllmServerSamplerConfig):
+        found.add(problems.SERVERS, *silent_engines(sampler.urls))
     servers = Servers()
     with tempfile.TemporaryDirectory(prefix="rehearse-") as folder, servers.open():
         try:
@@ -277,15 +281,12 @@ class RehearsalRun:
         self.found.add(problems.ROWS, *checks.dropped_rows(spec.label, self.store.path(data)))
         chat, key = ChatTemplate.load(self.store.path(data.base)), f"{self.keys[spec.label]}.chat_template"
         template = str(getattr(spec.config, "chat_template", ""))
-        self.found.add(
-            problems.TEMPLATE,
-            *checks.silent_words(
-                chat,
-                self._texts(data),
-                key=key,
-                template=template,
-            ),
-        )
+        answered = self._answered_rows(data)
+        longest = [sorted(table, key=rows.row_characters)[-8:] for table in answered]
+        first = [table[:ROWS_CHECKED] for table in answered]
+        texts = [row for table in (*longest, *first) for row in table]
+        silent = checks.silent_words(chat, texts, key=key, template=template)
+        self.found.add(problems.TEMPLATE, *silent)
         module = "rlhf_contrib.rehearse.rows"
         few = StageSpec(
             name="rows",
@@ -301,39 +302,29 @@ class RehearsalRun:
         made = expect(self._execute(few), PreparedDataRef, few.label)
         measured: dict[str, Any] = read_json(self.store.path(made) / rows.LENGTHS) or {}
         self.lengths |= {f"{spec.label}/{name}": one for name, one in measured.items()}
-        longest = max(measured, key=lambda name: measured[name]["row"])
-        tokens, row = measured[longest]["row"], measured[longest]["id"]
-        self.found.facts.append(f"{spec.label}: the longest row is {row} of {longest}, with {tokens} tokens")
+        most = max(measured, key=lambda name: measured[name]["row"])
+        tokens, row = measured[most]["row"], measured[most]["id"]
+        self.found.facts.append(f"{spec.label}: the longest row is {row} of {most}, with {tokens} tokens")
         if self.base is None:
             self.base = made.base
-            self._probe(made, chat)
+            self._probe(data, answered, chat)
         return made
 
-    def _texts(self, data: PreparedDataRef) -> list[Any]:
-        """Rows with answers: the longest ones and the first ones of each table."""
+    def _answered_rows(self, data: PreparedDataRef) -> list[list[Any]]:
+        """The training rows with answers, by table."""
         tables = ((data.demonstrations, read_demonstrations), (data.preferences, read_preferences))
-        found: list[Any] = []
-        for ref, read in tables:
-            if ref is not None:
-                all_rows: list[Any] = list(read(self.store.path(ref) / "train.parquet"))
-                found += sorted(all_rows, key=rows.row_characters)[-8:] + all_rows[:ROWS_CHECKED]
-        return found
+        return [list(read(self.store.path(ref) / "train.parquet")) for ref, read in tables if ref is not None]
 
-    def _probe(self, made: PreparedDataRef, chat: ChatTemplate) -> None:
-        tables = {"prompts": made.prompts, "eval_prompts": made.eval_prompts}
+    def _probe(self, data: PreparedDataRef, answered: Sequence[Sequence[Any]], chat: ChatTemplate) -> None:
+        tables = {"prompts": data.prompts, "eval_prompts": data.eval_prompts}
         prompts = {name: read_prompts(self.store.path(ref)) for name, ref in tables.items() if ref is not None}
-        texts: dict[str, list[str]] = {}
-        if made.demonstrations is not None:
-            for row in read_demonstrations(self.store.path(made.demonstrations) / "train.parquet"):
-                texts.setdefault(row.source, []).append(row.messages[-1].content)
-        folder = self.store.root / "probes"
         probe_rewards(
             graph(self.cut),
             prompts,
-            texts,
+            WrittenAnswers.of(row for table in answered for row in table),
             chat,
             self.servers.routes,
-            folder,
+            self.store.root / "probes",
             self.found,
         )
 

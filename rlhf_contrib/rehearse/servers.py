@@ -6,13 +6,15 @@ with a made-up reply.
 
 import json
 import os
+import socket
 import threading
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import urlsplit
 
 from rlhf_core.config.rewards import ChatServer, RemoteReward
 from rlhf_core.errors import explain
@@ -22,7 +24,7 @@ from rlhf_core.secrets.redaction import without_secrets
 MOST_REQUESTS = 5
 TIMEOUT_S = 30.0
 """Deadline of a request that is passed on, if the profile allows more."""
-CHAT = "/chat/completions"
+CONNECT_S = 5.0
 
 
 @dataclass
@@ -90,6 +92,20 @@ def fit_rewards(reply: dict[str, Any], count: int) -> dict[str, Any]:
     """A reply of a reward server with `count` rewards, repeated in order."""
     rewards = reply["rewards"] or [0.0]
     return {"rewards": [rewards[at % len(rewards)] for at in range(count)]}
+
+
+def silent_engines(urls: Iterable[str]) -> Iterator[str]:
+    """Yield a problem for each server of a sampler that accepts no connection. The rehearsal samples here instead."""
+    remedy = "start vLLM there, or fix the address"
+    for at, url in enumerate(urls):
+        key = f"runtime.sampler.urls[{at}]"
+        address = urlsplit(str(resolved(url, key)))
+        port = address.port or (443 if address.scheme == "https" else 80)
+        try:
+            socket.create_connection((address.hostname or "", port), timeout=CONNECT_S).close()
+        except OSError as error:
+            rule = f"does not respond ({error})"
+            yield explain(key, without_secrets(url), rule, remedy)
 
 
 class Servers:

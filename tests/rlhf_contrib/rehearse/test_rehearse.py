@@ -15,7 +15,7 @@ from rlhf_contrib.rehearse import problems
 from rlhf_contrib.rehearse.cut import cut_profile, exported_names
 from rlhf_contrib.rehearse.rows import few
 from rlhf_contrib.rehearse.runner import rehearse
-from rlhf_contrib.rehearse.servers import Servers
+from rlhf_contrib.rehearse.servers import Servers, silent_engines
 from rlhf_core.config.models import InitModel
 from rlhf_core.config.rewards import JudgeReward
 from rlhf_core.models.initialize import initialize_llama, train_tokenizer
@@ -121,7 +121,7 @@ EXPECTED = {
     problems.REWARD_FAILS: "recipe.scored.rewards.terms.breaks = 'rewards.py:breaks': fails: ",
     problems.REWARD_CONSTANT: "recipe.scored.rewards.terms.constant = 'rewards.py:constant': is 0.25 for each of ",
     problems.REWARD_ARGUMENTS: "recipe.scored.rewards.terms.needs = 'rewards.py:needs': fails: ",
-    problems.GROUPS: "ppo.rewards = ['sum']: the written answers to each of 2 prompts have the same reward; ",
+    problems.GROUPS: "ppo.rewards = ['sum']: the written answers to each of 4 prompts have the same reward; ",
     problems.CONTEXT: "recipe.answers.sampling.max_tokens = 250: the longest prompt of prompts has ",
     problems.GATES: "gates[0].metric = 'reward/sum': ppo measures no such number; ",
     problems.ADAPTERS: "lora.target_modules = ('q_prj',): the model has no linear modules ['q_prj']; ",
@@ -213,6 +213,7 @@ def test_the_cuts_are_listed_with_both_values(clean):
     cuts = [str(cut) for cut in clean.cuts]
     assert "ppo.steps: 100 -> 2" in cuts
     assert "sft.loop.batch_size: 32 -> 4" in cuts
+    assert "recipe.scored.rewards.terms.rehearsal: None -> function" in cuts
 
 
 @pytest.mark.parametrize("name", profile_names())
@@ -251,6 +252,11 @@ def test_the_long_row_and_one_of_each_source_are_kept():
     # Rows of 1 to 6 signs: the longest of all comes first, then the sources in turn.
     rows = [Prompt(str(at), (Message("user", "a" * at),), "", "xy"[at % 2]) for at in range(1, 7)]
     assert [row.id for row in few(rows, 2)] == ["6", "1", "2", "3"]
+
+
+def test_a_server_of_a_sampler_that_accepts_no_connection_is_named():
+    (text,) = silent_engines(["http://127.0.0.1:9"])
+    assert text.startswith("runtime.sampler.urls[0] = 'http://127.0.0.1:9': does not respond (")
 
 
 def test_a_judge_is_asked_five_times_and_its_replies_are_repeated():
