@@ -53,6 +53,11 @@ CORRECTIONS: dict[str, Correction] = {
         lambda part: part.get("type") == "tools",
         "tools: calls with `args` or `parameters` for `arguments` were made without arguments",
     ),
+    "code_tests": Correction(
+        ("score", "ppo", "evaluate", "evaluate_suite"),
+        lambda part: "rlhf_core.rewards.library.code:code_reward" in (part.get("function"), part.get("gold")),
+        "code_reward: programs could change the values that their tests compared with",
+    ),
     "filtered_replies": Correction(
         ("synthesize",),
         lambda part: isinstance(part.get("server"), Mapping),
