@@ -5,7 +5,7 @@ Each class is also the standard exception that it replaces, so callers may catch
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, overload
 
 from rlhf_core.secrets.redaction import without_secrets
@@ -82,21 +82,42 @@ def explain(key: str, value: object, rule: str, remedy: str) -> str:
     return f"{key} = {value!r}: {rule}; {remedy}"
 
 
+_SIDE = re.compile(r"(?P<stem>.+?)_?(?P<side>\d|(?<=_)[ab]|[AB]|(?<=_)(?:first|second|left|right))")
+_SIDES = {"a": "1", "first": "1", "left": "1", "b": "2", "second": "2", "right": "2"}
+
+
 def nearest(name: str, names: Sequence[str], *, ending: str = "") -> str:
     """Return the remedy for a misspelled name: the one of `names` that was probably meant, else all of them.
 
-    `ending` is shown behind each name, and not compared. Of two sides, such as `response1` and `response2`, none is guessed
-    for a name with another last letter.
+    `ending` is shown behind each name, and not compared.
 
     >>> nearest("finl_number", ["final_number", "finished"])
     'did you mean final_number?'
     """
-    near = difflib.get_close_matches(name, names, n=2, cutoff=0.5)
-    sides = len(near) == 2 and near[0][:-1] == near[1][:-1] and name[-1:] != near[0][-1:]
-    if near and not sides:
+    near = difflib.get_close_matches(name, of_its_side(name, names), n=1, cutoff=0.5)
+    if near:
         return f"did you mean {near[0]}{ending}?"
     known = ", ".join(f"{one}{ending}" for one in sorted(names))
     return f"choose from {known}" if names else "check the spelling"
+
+
+def side(name: str) -> tuple[str, str]:
+    """A name without its side, and the side ("1" or "2"; "" for none) if it is one of two columns that are compared.
+
+    >>> side("response_a"), side("response2"), side("human_ref_B"), side("data")
+    (('response', '1'), ('response', '2'), ('human_ref', '2'), ('data', ''))
+    """
+    found = _SIDE.fullmatch(name)
+    return (found["stem"], _SIDES.get(found["side"].lower(), found["side"])) if found else (name, "")
+
+
+def of_its_side(name: str, names: Iterable[str]) -> list[str]:
+    """The names that may be meant by a misspelled one: `response_b` is neither `response1` nor `response`.
+
+    >>> of_its_side("response_b", ["response", "response1", "response2"]), of_its_side("respons", ["response"])
+    (['response2'], ['response'])
+    """
+    return [one for one in names if side(one)[1] == side(name)[1]]
 
 
 def distrust(said: str) -> str:

@@ -58,7 +58,7 @@ def test_a_profile_is_read_as_before(monkeypatch, profile):
 
 
 FUNCTIONS = {
-    "rlhf_contrib.sandbox.code:code_reward": "e9030b877d392336",
+    "rlhf_contrib.sandbox.code:code_reward": "8abbec9729298fee",
     "rlhf_contrib.worlds.arithmetic:exact_match": "2f22273ffaba6ad9",
     "rlhf_contrib.worlds.mixed:gold_reward": "f35a719e30c16314",
     "rlhf_contrib.worlds.support:gold_reward": "76f7d3bfe4d48fe3",
@@ -71,7 +71,6 @@ FUNCTIONS = {
 }
 """Reward function of ours -> the first digits of its digest. Keys contain it, docstrings and messages of its module included."""
 FORMER_FUNCTIONS = {
-    "rlhf_core.rewards.library.code:code_reward": "rlhf_contrib.sandbox.code:code_reward",
     "rlhf_core.data.worlds.arithmetic:exact_match": "rlhf_contrib.worlds.arithmetic:exact_match",
     "rlhf_core.data.worlds.mixed:gold_reward": "rlhf_contrib.worlds.mixed:gold_reward",
     "rlhf_core.data.worlds.support:gold_reward": "rlhf_contrib.worlds.support:gold_reward",

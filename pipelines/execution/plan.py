@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from pipelines.execution.budget import check_comparisons
 from pipelines.execution.gates import Gatekeeper, champion_of, outside_of, prompts_of
+from pipelines.execution.reward_arguments import check_stages
 from pipelines.flows.full import lifecycle
 from pipelines.flows.graph import Stages
 from pipelines.flows.nodes import PARTS
@@ -85,7 +86,9 @@ def plan(
         )
     check_labels(planner.stages, {"--until": [until] if until else [], "--force": force})
     check_gates(config, pipeline, {stage.label: stage.spec for stage in planner.stages}, until=until)
-    check_comparisons(config.budget, [stage.spec for stage in planner.stages])
+    specs = [stage.spec for stage in planner.stages]
+    check_comparisons(config.budget, specs)
+    check_stages([stage.spec for stage in planner.stages if stage.decision.action != "HIT"], specs)
     return planner.stages
 
 

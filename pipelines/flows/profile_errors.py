@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from rlhf_core.config.former_names import FORMER
-from rlhf_core.errors import ConfigError, nearest
+from rlhf_core.errors import ConfigError, nearest, of_its_side
 from rlhf_core.schema.base import FIELD_OF, SPELLINGS, tag_of
 from rlhf_core.secrets.redaction import hidden
 
@@ -232,12 +232,16 @@ def _nearest(keys: Sequence[str], model: type[BaseModel], tree: Mapping[str, Any
     beside = {name: (name,) for fields in here for name in fields}
     former = {name: path for name, path in FORMER.items() if any(path[0] in fields for fields in here)}
     spelled = {name: (present,) for name, present in SPELLINGS.items() if present in beside}
-    near = difflib.get_close_matches(keys[-1], sorted(former | spelled | beside), n=1, cutoff=0.6)
+    near = difflib.get_close_matches(
+        keys[-1], of_its_side(keys[-1], sorted(former | spelled | beside)), n=1, cutoff=0.6
+    )
     if near:
         return ".".join([*keys[:-1], *(former | spelled | beside)[near[0]]])
     section = tuple(keys[:-1])
     below = {name[-1]: (*section, *name) for one in models for name in _names(one) if len(name) > 1 and ANY not in name}
-    inside = difflib.get_close_matches(keys[-1], sorted(below), n=1, cutoff=0.7) if section else []
+    inside = (
+        difflib.get_close_matches(keys[-1], of_its_side(keys[-1], sorted(below)), n=1, cutoff=0.7) if section else []
+    )
     if inside or any(tag_of(one)[0] for one in models):
         return ".".join(below[inside[0]]) if inside else ""
     known = {_with_names(name, keys) for name in _names(model)}
@@ -245,7 +249,7 @@ def _nearest(keys: Sequence[str], model: type[BaseModel], tree: Mapping[str, Any
         (*section, *name) for name in beside.values()
     }
     others = sorted(".".join(name) for name in {*found, *below.values()} if ANY not in name)
-    return "".join(difflib.get_close_matches(".".join(keys), others, n=1, cutoff=0.6))
+    return "".join(difflib.get_close_matches(".".join(keys), of_its_side(keys[-1], others), n=1, cutoff=0.6))
 
 
 def _with_names(name: Sequence[str], keys: Sequence[str]) -> tuple[str, ...]:

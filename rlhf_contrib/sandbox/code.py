@@ -8,7 +8,7 @@ import json
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
@@ -20,11 +20,11 @@ from rlhf_contrib.sandbox.local import (
     InputOutput,
     Limits,
     RunProgram,
+    checks_nothing,
     find_isolation,
     run_program,
     run_tests,
 )
-from rlhf_contrib.sandbox.rewriting import catches_assertions
 from rlhf_core.errors import ConfigError, DataError, explain
 from rlhf_core.rewards.batches import NoReward
 from rlhf_core.rewards.library.fences import Fence, fences, last_fence
@@ -60,10 +60,19 @@ def code_reward(
         raise ConfigError(explain("score", score, 'must be "all" or "share"', "use one of them"))
     limits = Limits(timeout_s=timeout_s, memory_mb=memory_mb)
 
-    def judge(text: str, label: str) -> float | NoReward:
+    @functools.cache
+    def tests_of(label: str) -> list[InputOutput | Assertions]:
         tests = read_tests(label)
         if not sandbox_url:
             _check_imports(tests, label)
+        for test in tests:
+            if isinstance(test, Assertions) and not _compares(test) and checks_nothing(test, limits=limits, run=run):
+                rule, remedy = "has a test that checks nothing", "let it assert what the program does"
+                raise _refusal(label, f"{rule}: {test.code[:80]!r}", remedy)
+        return tests
+
+    def judge(text: str, label: str) -> float | NoReward:
+        tests = tests_of(label)
         verdict = run_tests(read_program(text), tests, limits=limits, run=run)
         if verdict.outcome == "stalled" or (score == "share" and not verdict.complete):
             return NoReward(
@@ -105,7 +114,7 @@ def _is_program(text: str) -> bool:
 
 
 def read_tests(label: str) -> list[InputOutput | Assertions]:
-    """Return the tests of a label; DataError if it holds none, or one that no program could fail.
+    """Return the tests of a label; DataError if it holds none.
 
     >>> read_tests("assert f(1) == 2")
     [Assertions(code='assert f(1) == 2')]
@@ -175,8 +184,7 @@ def _split(code: str, label: str) -> list[str]:
 
 
 def _assertions(code: str, label: str) -> Assertions:
-    if not _can_fail(_parsed(code, label)):
-        raise _refusal(label, f"has a test that checks nothing: {code[:80]!r}", "let it assert what the program does")
+    _parsed(code, label)
     return Assertions(code)
 
 
@@ -187,49 +195,12 @@ def _parsed(code: str, label: str) -> ast.Module:
         raise _refusal(label, f"has a test that is no Python ({error})", "mend the test") from error
 
 
-def _can_fail(tree: ast.Module) -> bool:
-    """Return whether running `tree` can fail for what a program does: an assertion that is run, of something with a name."""
-    outside = list(_run_at_once(tree))
-    if any(map(_asserts, outside)):
-        return True
-    called = any(isinstance(node, ast.Call) for node in outside)
-    return called and any(map(_asserts, ast.walk(tree)))
-
-
-def _run_at_once(tree: ast.Module) -> Iterator[ast.AST]:
-    """Yield the nodes of `tree` that are not inside a function or a class."""
-    waiting: list[ast.AST] = list(tree.body)
-    while waiting:
-        node = waiting.pop()
-        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
-            yield node
-            waiting.extend(ast.iter_child_nodes(node))
-
-
-def _asserts(node: ast.AST) -> bool:
-    match node:
-        case ast.Try(body=body, handlers=handlers, orelse=orelse, finalbody=finalbody):
-            reached = [*handlers, *orelse, *finalbody, *([] if catches_assertions(node) else body)]
-            return any(map(_always_fails, reached))  # as `assert False` after what must raise
-        case ast.With(body=body) | ast.AsyncWith(body=body):
-            return not catches_assertions(node) and any(map(_always_fails, body))
-        case ast.If(test=condition, body=body, orelse=orelse):
-            named = any(isinstance(inner, ast.Name) for inner in ast.walk(condition))
-            return named and any(map(_always_fails, [*body, *orelse]))
-        case ast.Assert(test=ast.Tuple() | ast.List() | ast.Set() | ast.Dict()):
-            return False  # true whatever is in it, as `assert (f(1) == 2, "wrong")`
-        case ast.Assert(test=condition):
-            return any(isinstance(inner, ast.Name) for inner in ast.walk(condition))
-        case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)):
-            return name.startswith("assert")
-    return isinstance(node, ast.Raise)
-
-
-def _always_fails(statement: ast.AST) -> bool:
-    return any(
-        isinstance(node, ast.Assert) and isinstance(node.test, ast.Constant) and not node.test.value
-        for node in ast.walk(statement)
-    )
+def _compares(test: Assertions) -> bool:
+    """True for `assert f(...) == 4`: no need to run it to see that it checks something."""
+    match ast.parse(test.code).body:
+        case [ast.Assert(test=ast.Compare(left=ast.Call(), ops=[ast.Eq()], comparators=[ast.Constant()]))]:
+            return True
+    return False
 
 
 def _refusal(label: str, rule: str, remedy: str) -> DataError:

@@ -18,12 +18,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from rlhf_contrib.sandbox.outside_judge import driver, judged_outside
+from rlhf_contrib.sandbox.rewriting import test_input
 from rlhf_core.errors import ConfigError, RewardError
 from rlhf_core.types import encodable
 
@@ -36,9 +36,8 @@ LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/e
 """Paths that an interpreter loads beside its own folder."""
 FOLDER = "/tmp/rlhf-sandbox-"
 """Prefix of work folders, in /tmp; TMPDIR may not be readable for the user `nobody`."""
-VALUES_KB = 4096
-"""Limit in KB on the values of a Python test, beside the program's own output."""
 LAUNCHER = Path(__file__).with_name("launcher.py")
+TWO_PROCESSES = Path(__file__).with_name("two_processes.py").read_text(encoding="utf-8")
 MEGABYTE = 2**20  # bytes
 
 Mode = Literal["user", "root", "none"]
@@ -89,11 +88,7 @@ class InputOutput:
 
 @dataclass(frozen=True)
 class Assertions:
-    """A test in Python that runs after the program, in its names.
-
-    Its assertions of a value against a literal are judged outside (`outside_judge`), comparisons of two computed values
-    beside the program, as plain values.
-    """
+    """A test in Python that uses the program's names. It runs in a separate process, which the program cannot reach."""
 
     code: str
 
@@ -159,6 +154,11 @@ def run_tests(
     return SandboxVerdict(first_failure.outcome, passed / len(tests), first_failure.detail, outcome != "stalled")
 
 
+def checks_nothing(test: Assertions, *, limits: Limits, run: RunProgram = run_program) -> bool:
+    """True if a test passes whatever a program returns, as `assert f` and `assert f(1) == 2 or True`."""
+    return _run_assertions("run_without_program()", test, limits=limits, run=run)[1]
+
+
 @lru_cache(maxsize=2)
 def find_isolation(allow_network: bool) -> Isolation:
     """Return the tightest isolation that works here, tried once; ConfigError if the network could not be taken away."""
@@ -187,20 +187,19 @@ def _run_test(program: str, test: InputOutput | Assertions, *, limits: Limits, r
         case InputOutput(stdin=stdin, stdout=expected):
             ran = run(program, stdin, limits=limits)
             right = _lines(ran.stdout) == _lines(expected)
-        case Assertions(code=code):
-            # What was computed follows a word that the test brings along: a program that exits early has not passed.
-            word = secrets.token_hex(8)
-            outside = judged_outside(code, word)
-            room = replace(limits, output_kb=limits.output_kb + VALUES_KB)
-            ran = run(driver(program), outside.code, limits=room)
-            before, reached, written = ran.stdout.rpartition(f"\n{word}")
-            wrong = outside.verdict(written) if reached else "it ended before the test did"
-            right = not wrong
-            ran = replace(ran, stdout=wrong or before)
+        case Assertions():
+            ran, right = _run_assertions(f"run({program!r})", test, limits=limits, run=run)
     if ran.outcome == "finished":
         return ("passed", "") if right else ("failed", ran.stdout[-500:])
     failed = isinstance(test, Assertions) and "\nAssertionError" in ran.stderr
     return ("failed" if failed else ran.outcome), ran.stderr[-500:]
+
+
+def _run_assertions(call: str, test: Assertions, *, limits: Limits, run: RunProgram) -> tuple[Execution, bool]:
+    """Run a test with a function of `two_processes`. A word that only the test's process has tells that it passed."""
+    word = secrets.token_hex(8)
+    ran = run(f"{TWO_PROCESSES}\n{call}\n", test_input(test.code, word), limits=limits)
+    return ran, ran.stdout.endswith(f"\n{word}")
 
 
 def _launch(isolation: Isolation, program: str, stdin: str, limits: Limits) -> dict[str, Any]:
@@ -215,7 +214,7 @@ def _launch(isolation: Isolation, program: str, stdin: str, limits: Limits) -> d
             "timeout_s": limits.timeout_s,
             "wall_s": limits.timeout_s * WALL_TIMES,
             "memory_bytes": limits.memory_mb * MEGABYTE,
-            "processes": limits.processes,
+            "processes": limits.processes + 1,  # the test's
             "file_bytes": limits.file_mb * MEGABYTE,
             "open_files": limits.open_files,
             "output_bytes": limits.output_kb * 1024,

@@ -21,6 +21,7 @@ from rlhf_core.data.comparisons import (
     is_ranking,
     is_rated,
     refuse_hidden_answers,
+    refuse_sides,
     responses,
 )
 from rlhf_core.data.turns import TRUTHS, WORTHS, Turns, begins_conversation, spelling, string, turns_of, unread_keys
@@ -237,10 +238,12 @@ def detect(row: Mapping[str, Any]) -> str:
     ):
         if needed <= has:
             if name == "prompt" and "completion" not in has:
+                refuse_sides(row)
                 refuse_hidden_answers(row)
             if name != "prompt" or "completion" not in has:
                 return name
             return "prompt_completion"
+    refuse_sides(row)
     raise DataError(
         f"unknown columns: {sorted(row)}; known formats are {FORMATS}; set `columns` to the names in the row"
     )

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from rlhf_core.config.data import PreferenceCoding, RankingPairs
-from rlhf_core.errors import DataError
+from rlhf_core.errors import DataError, side
 
 Row: TypeAlias = Mapping[str, Any]
 
@@ -31,6 +31,13 @@ RESPONSES = (
 )
 """Known names of the columns with the two answers, the first answer first."""
 
+_WINNERS = (
+    *("winner", "preference", "overall_preference", "preferred", "better", "choice", "verdict", "vote", "chosen"),
+    *("labels", "label"),
+)
+_NO_ANSWERS = re.compile(r"(\w+_)?(op|option|choice|ending|sentence|text|image|audio|video|model|id|score)s?_?")
+_QUESTIONS = ("prompt", "question", "instruction", "query", "problem", "input", "context", "history", "post")
+"""Names of columns with a verdict on two answers, and with their question, the most usual first."""
 _TIES = {"tie", "ties", "tied", "tiebothbad", "both", "bothgood", "bothbad", "neither", "equal", "same", "draw", "none"}
 _ORDINALS = ({"a", "first", "left", "modela", "responsea"}, {"b", "second", "right", "modelb", "responseb"})
 _NOT_WORD = re.compile(r"[\W_]+")
@@ -97,6 +104,37 @@ def refuse_hidden_answers(row: Row) -> None:
             "response2 = ..., preference = ...} or {label = ...} (the expected answer), or set format = 'prompt' to leave them out"
         )
         raise DataError(f"answers beside a bare prompt: {hidden} would be left out in silence; {remedy}")
+
+
+def refuse_sides(row: Row) -> None:
+    """Raise DataError with the lines to add if a row has two answers, and a verdict on them, under other names."""
+    names = [(name, *side(name)) for name, value in row.items() if isinstance(value, (str, list)) and value]
+    pairs = [
+        (one, other)
+        for one, stem, first in names
+        for other, same, second in names
+        if stem == same
+        and not _NO_ANSWERS.fullmatch(stem)
+        and (first, second) in (("1", "2"), ("0", "1"))
+        and type(row[one]) is type(row[other])
+    ]
+    verdicts = [name for name in _WINNERS if row.get(name) not in (None, "")]
+    if not pairs or not verdicts:
+        return
+    first, second = max(pairs, key=lambda pair: (isinstance(row[pair[0]], list), len(str(row[pair[0]]))))
+    answers = f'response1 = "{first}", response2 = "{second}"'
+    prompts = [name for name in _QUESTIONS if row.get(name) and name not in (first, second)]
+    rule = f"two answers of a comparison: {first!r} and {second!r} with the verdict {verdicts[0]!r}"
+    if isinstance(row[first], list) or not prompts:
+        turns = isinstance(row[first], list)
+        prompt, end = ("a[:-1]", '[-1]["content"]') if turns else ('row["THE PROMPT"]', "")
+        made = f'"prompt": {prompt}, "response_a": a{end}, "response_b": b{end}, "preference": row["{verdicts[0]}"]'
+        function = f'def comparison(row):\n    a, b = row["{first}"], row["{second}"]\n    return {{{made}}}'
+        raise DataError(f"{rule}; write the rows anew with this function:\n{function}\n")
+    lines = f'columns = {{prompt = "{prompts[0]}", {answers}, preference = "{verdicts[0]}"}}'
+    numbers = _number(row[verdicts[0]]) is not None
+    also = " and preference_coding, which says what its numbers mean" if numbers else ""
+    raise DataError(f"{rule}; set {lines}{also}")
 
 
 def verdict_coding(source: str, coding: PreferenceCoding, rows: Sequence[Row]) -> PreferenceCoding:
@@ -201,8 +239,9 @@ def verdict(said: Any, names: tuple[str, str]) -> bool | None:
     word = _NOT_WORD.sub("", str(said)).lower() if isinstance(said, str) else ""
     if word in _TIES:
         return None
-    for place in (0, 1):
-        if word == _NOT_WORD.sub("", names[place]).lower() or word in _ORDINALS[place]:
+    for place, letter in enumerate("ab"):
+        named = str(said).strip().lower().endswith((f"_{letter}", f" {letter}"))  # answer_b, Answer B
+        if named or word == _NOT_WORD.sub("", names[place]).lower() or word in _ORDINALS[place]:
             return place == 1
     raise DataError(f"not a preference: {said!r}; {names[0]!r}, {names[1]!r}, 'A', 'B' or 'tie' is needed, or a number")
 

@@ -28,7 +28,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -54,6 +54,9 @@ AnyProtocol = Protocol | Literal["auto"]
 
 LABEL_COLUMNS = ("label", "labels", "solution", "answer")
 _TRL = frozenset({"prompts", "completions", "completion_ids"})
+_OF_TRL = ("trainer_state", "log_extra", "log_metric")
+_GIVEN = {"columns": ("labels", "generations"), **dict.fromkeys(("trl", "trl_text", "trl_messages"), _OF_TRL)}
+"""Protocol -> the arguments that its functions get besides prompts, completions and columns."""
 _TEXT_FOR_MESSAGES = ("string indices must be integers", "'str' object has no attribute")
 """Python's error for code that takes text for messages, such as `completion[0]["content"]`."""
 _KEYWORD = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -172,13 +175,38 @@ class Adapted:
 def adapt(function: Callable[..., Any], *, protocol: AnyProtocol, arguments: Mapping[str, Any]) -> Adapted:
     """Return `function` ready to be called; ConfigError when its parameters fit no protocol or not the `arguments`."""
     parameters = inspect.signature(function).parameters
+    return Adapted(function, check_arguments(parameters, arguments, protocol, fields=None), dict(arguments))
+
+
+def check_arguments(
+    parameters: Mapping[str, inspect.Parameter],
+    arguments: Mapping[str, Any],
+    protocol: AnyProtocol,
+    *,
+    fields: Collection[str] | None,
+) -> Protocol:
+    """The protocol of a function with these parameters. ConfigError if it lacks an argument, or has no place for one.
+
+    `fields` are the possible fields of labels; None if they are not known.
+    """
     takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
     unknown = [name for name in arguments if name not in parameters]
     if unknown and not takes_all:
         has = f"use one of {', '.join(parameters)}"
         raise ConfigError(f"arguments.{unknown[0]}", arguments[unknown[0]], "is not a parameter of the function", has)
     chosen = protocol_of(parameters, arguments) if protocol == "auto" else protocol
-    return Adapted(function, chosen, dict(arguments))
+    required = [name for name, one in parameters.items() if one.default is one.empty and one.kind in _KEYWORD]
+    given = {"generations": 1, "openrlhf": 3}.get(chosen)
+    if given is not None:
+        missing = [name for name in required if name not in [*list(parameters)[:given], *arguments]]
+    else:
+        known = {*columns_of([]), *_TRL, *_GIVEN[chosen], *arguments}
+        missing = [name for name in required if fields is not None and name not in {*known, *fields}]
+    if missing:
+        rule = f"nothing gives its parameter {missing[0]!r}"
+        remedy = f"set arguments.{missing[0]}, give the parameter a default, or make it a field of the labels"
+        raise ConfigError("function", f"({', '.join(parameters)})", rule, remedy)
+    return chosen
 
 
 def protocol_of(parameters: Mapping[str, inspect.Parameter], arguments: Mapping[str, Any]) -> Protocol:

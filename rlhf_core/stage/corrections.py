@@ -31,6 +31,7 @@ _UNTOUCHED = {
     "rlhf_core.rewards.library.reasoning_gym:reasoning_gym_reward",
 }
 
+_CODE = ("rlhf_contrib.sandbox.code:code_reward", "rlhf_core.rewards.library.code:code_reward")
 _WORLDS = ("rlhf_contrib.worlds.", "rlhf_core.data.worlds.")
 
 
@@ -54,6 +55,11 @@ CORRECTIONS: dict[str, Correction] = {
         ("generate", "ppo", "distill"),
         lambda part: part.get("type") == "tools",
         "tools: calls with `args` or `parameters` for `arguments` were made without arguments",
+    ),
+    "code_tests": Correction(
+        ("score", "ppo", "evaluate", "evaluate_suite"),
+        lambda part: any(part.get(name) in _CODE for name in ("function", "gold")),
+        "code_reward: programs could change the values that their tests compared with",
     ),
     "filtered_replies": Correction(
         ("synthesize",),

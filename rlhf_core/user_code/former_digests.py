@@ -1,8 +1,6 @@
 """Keep the digests of functions of ours whose modules moved without another change, so that results keep their keys."""
 
 FORMER_DIGESTS = {
-    # rlhf_core.rewards.library.code
-    "a3f27eff817a814d7a17f0361ce76f1190804059259d837c02b8aa2ba5a79516": "e9030b877d3923368c2296e1e83174ba208aabd653b579b956bc15069baa4bab",
     # rlhf_core.data.worlds.arithmetic
     "1403539307fd85c880b9215cd16315168d8113be1c19c5a2e0a4703cbe0676e6": "2f22273ffaba6ad94bee584cbe6bbee8d7375365d91bb5e57651332b9381234b",
     # rlhf_core.data.worlds.mixed

@@ -35,6 +35,7 @@ def test_the_nearest_name_is_the_remedy_and_without_one_all_of_them():
 
 def test_no_side_of_a_comparison_is_guessed_for_another_name():
     names = ["prompt", "response1", "response2"]
-    for name in ("response_a", "response_b", "response"):
+    for name in ("response", "response_0", "response3"):
         assert nearest(name, names) == "choose from prompt, response1, response2"
+    assert [nearest(f"response_{side}", names)[-2] for side in "abAB12"] == ["1", "2", "1", "2", "1", "2"]
     assert nearest("respnse2", names) == "did you mean response2?"

@@ -9,6 +9,7 @@ from rlhf_contrib.sandbox.local import find_isolation
 from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.rewards.batches import NoReward, screened
 from rlhf_core.rewards.protocols import read_answer
+from tests.rlhf_contrib.sandbox.test_rewriting import COMPUTED, SORT_CHEATS, SORTS
 from tests.rlhf_core.rewards.answers import answer
 
 
@@ -46,6 +47,9 @@ def test_a_label_without_tests_is_refused():
         ("print(f(1))", "checks nothing"),
         ("# assert f(1) == 2", "checks nothing"),
         ("assert True", "checks nothing"),
+        ("assert f", "checks nothing"),
+        ("assert f(1) == 2 or True", "checks nothing"),
+        ("try:\n    assert f(1) == 2\nexcept Exception:\n    pass", "checks nothing"),
         ('assert (f(1) == 2, "wrong")', "checks nothing"),
         ("def check(f):\n    assert f(1) == 2", "checks nothing"),
         ('["assert f(1) == 2", ""]', "checks nothing"),
@@ -82,6 +86,15 @@ def test_a_test_that_is_none_is_refused_and_pays_nobody(label, rule):
 def test_tests_in_python_may_be_written_as_people_write_them(label, count):
     assert len(read_tests(label)) == count
     assert code_reward([""] * 2, ["f = lambda x: x + 1", "f = lambda x: x"], [label] * 2) == [1.0, 0.0]
+
+
+@pytest.mark.slow
+def test_programs_that_sort_are_paid_for_a_computed_test_and_cheats_are_not():
+    slow = "import time\ndef f(a):\n    end = time.process_time() + 1\n    while time.process_time() < end: pass\n    return sorted(a)"
+    programs = [*SORTS.values(), slow, *SORT_CHEATS.values()]
+    rewards = [1.0] * (len(SORTS) + 1) + [0.0] * len(SORT_CHEATS)
+    label = "\n".join((COMPUTED["a reference"], COMPUTED["isclose"]))
+    assert code_reward([""] * len(programs), programs, [label] * len(programs)) == rewards
 
 
 def test_a_program_that_waits_has_no_reward_and_its_answer_is_invalid():

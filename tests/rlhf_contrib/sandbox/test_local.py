@@ -19,6 +19,7 @@ from rlhf_contrib.sandbox.local import (
     InputOutput,
     Isolation,
     Limits,
+    SandboxVerdict,
     find_isolation,
     run_program,
     run_tests,
@@ -235,7 +236,6 @@ def test_the_share_of_tests_and_the_first_failure_are_told():
 HARMS = {
     "numbers of another type of the name": "class Fraction:\n    def __str__(self): return '1e20000000'\ndef f(x): return Fraction()",
     "a number of many digits": "def f(x): return 10**5000",
-    "a number that cannot be": "class F(float):\n    def hex(self): return '0x1p99999'\ndef f(x): return F(4)",
     "a decimal number of many digits": "import decimal\ndef f(x): return decimal.Decimal('1e999999999')",
     "no text": "x = '\ud800'",
 }
@@ -273,6 +273,24 @@ def test_a_program_that_cheats_passes_no_test_against_a_literal(cheat):
     tests = [Assertions(f"assert {test}") for test in ("f(2) == 4", "abs(f(2) - 4) < 1e-9", "round(f(2), 3) == 4")]
     assert run_tests("def f(x): return x * x", tests, limits=QUICK).outcome == "passed"
     assert run_tests(cheat, tests, limits=QUICK).share == 0.0
+
+
+def test_the_process_of_a_test_cannot_be_read_by_the_program():
+    program = """
+import os
+def opened():
+    found = []
+    for pid in {1, os.getppid()} - {os.getpid()}:
+        for name in ("mem", "maps", "fd", "fd/0", "fd/1", "environ", "syscall"):
+            try:
+                os.close(os.open(f"/proc/{pid}/{name}", os.O_RDONLY))
+                found.append(name)
+            except OSError:
+                pass
+    return found, os.read(0, 99), open("main.py").read().count("".join(["EXPECTED", "_VALUE"]))
+"""
+    test = Assertions("EXPECTED_VALUE = ([], b'', 0)\nassert opened() == EXPECTED_VALUE")
+    assert run_tests(program, [test], limits=QUICK) == SandboxVerdict("passed", 1.0, "")
 
 
 def test_memory_that_no_process_has_filled_itself_is_counted_and_what_hides_it_is_denied():

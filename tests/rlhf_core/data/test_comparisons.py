@@ -1,15 +1,17 @@
 """Verdicts, rankings and ratings become pairs; what can be read in two ways is refused."""
 
 import math
+import re
 from typing import Any
 
 import pytest
 
+from pipelines.flows.profile import load_profile
 from rlhf_core.config.data import Columns, RankingPairs
 from rlhf_core.data.columns import Reading, detect
 from rlhf_core.data.comparisons import Tie, Unrated, compared, ranked, responses, verdict_coding
 from rlhf_core.data.formats import Example, convert_all
-from rlhf_core.errors import DataError
+from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.types import Message
 
 # ---------------------------------------------------------------- comparisons
@@ -352,3 +354,92 @@ def test_no_thumb_is_not_judged_and_an_unclear_one_is_refused():
         pairs_of({"prompt": "2+2?", "completion": "4", "thumbs": ""})
     with pytest.raises(DataError, match=r"not a thumb: 0; .*for 1 and 0: columns"):
         pairs_of({"prompt": "2+2?", "completion": "4", "thumbs": 0})
+
+
+# ---------------------------------------------------------------- under other names
+
+TEXTS = [
+    ({"question": "2+2?", "answer_a": "5", "answer_b": "4", "winner": "b"}, "auto"),
+    ({"question": "2+2?", "answer_a": "5", "answer_b": "4", "winner": "answer_b"}, "auto"),
+    ({"prompt": "2+2?", "answer_1": "5", "answer_2": "4", "better": 2}, "one_based"),
+    ({"prompt": "2+2?", "OutputA": "5", "OutputB": "4", "preferred": "B", "model_a": "x", "model_b": "y"}, "auto"),
+    # The columns of SHP and of HelpSteer3.
+    (
+        {
+            "post_id": "1",
+            "history": "2+2?",
+            "human_ref_A": "5",
+            "human_ref_B": "4",
+            "labels": 0,
+            "score_A": 1,
+            "score_B": 3,
+        },
+        "first_is_one",
+    ),
+    (
+        {
+            "context": [{"role": "user", "content": "2+2?"}],
+            "response1": "5",
+            "response2": "4",
+            "overall_preference": 2,
+            "domain": "math",
+        },
+        "signed",
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "coding"), TEXTS)
+def test_a_comparison_under_other_names_is_refused_with_the_line_that_reads_it(given, coding):
+    with pytest.raises(DataError, match=r"^two answers of a comparison: ") as refused:
+        detect(given)
+    (line,) = re.findall(r"columns = \{(.*?)\}", str(refused.value))
+    columns = Columns(**dict(part.replace('"', "").split(" = ") for part in line.split(", ")))
+    (example,) = read(Reading(given, columns), [], coding)
+    assert (example.prompt, example.chosen, example.rejected) == (ASK, GOOD, BAD)
+    assert ("preference_coding" in str(refused.value)) == (coding != "auto")
+
+
+@pytest.mark.parametrize(
+    ("ask", "winner"),
+    [([{"role": "user", "content": "2+2?"}], "model_b"), ([{"role": "user", "content": "2+2?"}], "conversation_b")],
+)
+def test_two_conversations_are_refused_with_the_function_that_makes_a_comparison_of_them(ask, winner):
+    sides = {
+        f"conversation_{side}": [*ask, {"role": "assistant", "content": text}]
+        for side, text in (("a", "5"), ("b", "4"))
+    }
+    given = {"model_a": "one", "model_b": "other", "winner": winner, **sides}
+    with pytest.raises(DataError, match="write the rows anew with this function") as refused:
+        detect(given)
+    function = str(refused.value).partition("function:\n")[2]
+    assert len(function.splitlines()) == 3
+    names: dict[str, Any] = {}
+    exec(function, names)
+    made = names["comparison"](given)
+    (example,) = read(made, [])
+    assert (example.prompt, example.chosen, example.rejected) == (ASK, GOOD, BAD)
+
+
+def test_choices_of_a_question_are_no_comparison():
+    with pytest.raises(DataError, match=r"^(?!two answers)"):
+        detect({"query_text": "Which?", "option_a": "4", "option_b": "5", "label": "a"})
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        *(
+            ("response_a", "response1"),
+            ("response_A", "response1"),
+            ("response_b", "response2"),
+            ("answer_b", "response2"),
+        ),
+        *(("reponse1", "response1"), ("response3", ""), ("choosen", "chosen")),
+    ],
+)
+def test_the_other_side_is_never_suggested_for_a_column(name, meant):
+    source = f'{{name = "r", path = "r.jsonl", use = {{preferences = 1.0}}, columns = {{{name} = "x"}}}}'
+    with pytest.raises(ConfigError) as refused:
+        load_profile("tiny/rlvr", [f'prepare_data.data = {{type = "files", sources = [{source}]}}'])
+    assert str(refused.value).endswith(f"columns.{meant}?" if meant else "remove it")

@@ -354,7 +354,7 @@ def test_a_function_that_fails_on_one_text_is_not_taken_for_one_that_reads_messa
     [
         (lambda generations: [], "generations"),
         (lambda rows: [], "generations"),
-        (lambda generations, labels: [], "generations"),
+        (lambda generations, labels=None: [], "generations"),
         (lambda queries, prompts, labels: [], "openrlhf"),
         (lambda prompts, completions, labels, **columns: [], "columns"),
         (lambda labels, generations: [], "columns"),

@@ -11,7 +11,7 @@ from rlhf_core.stage.decision import differences
     [
         ("score", {"terms": {"a": {"type": "judge"}}}, ["judges"]),
         ("ppo", {"rewards": {"terms": {"a": {"type": "function", "function": "my/file.py:f"}}}}, ["functions"]),
-        ("ppo", {"rewards": [{"function": "rlhf_contrib.sandbox.code:code_reward"}]}, ["functions"]),
+        ("ppo", {"rewards": [{"function": "rlhf_contrib.sandbox.code:code_reward"}]}, ["functions", "code_tests"]),
         ("ppo", {"rewards": [{"function": "rlhf_core.rewards.verifiable:final_number"}, {"type": "tools"}]}, None),
         ("ppo", {"rewards": [{"function": "rlhf_core.rewards.verifiable:think_format"}]}, []),
         (

@@ -1,0 +1,78 @@
+"""What a stage would refuse after hours is refused at the plan."""
+
+import importlib.util
+import json
+
+import pytest
+
+from pipelines.execution.plan import plan
+from pipelines.flows.profile import load_profile
+from rlhf_core.errors import ConfigError
+from rlhf_core.store.artifacts import ArtifactStore
+
+FUNCTIONS = """
+import functools
+def needs_difficulty(completions, difficulty, **kwargs): return [1.0] * len(completions)
+def takes_all(completions, **kwargs): return [1.0] * len(completions)
+def has_a_default(completions, difficulty=0): return [1.0] * len(completions)
+def of_trl(prompts, completions, completion_ids, trainer_state, log_extra, log_metric): return [1.0] * len(completions)
+def with_solution(completions, solution, prompt_id, *, finish_reason): return [1.0] * len(completions)
+def of_generations(generations, scale): return [1.0] * len(generations)
+def of_openrlhf(queries, prompts, labels, scale): return [1.0] * len(queries)
+def fits_nothing(text, other): return 1.0
+partial = functools.partial(needs_difficulty, difficulty=1)
+"""
+
+
+def planned(tmp_path, function: str, *overrides: str, data: str = "") -> None:
+    (tmp_path / "rewards.py").write_text(FUNCTIONS)
+    term = f'{{type = "function", function = "{tmp_path}/rewards.py:{function}"}}'
+    config = load_profile("tiny/rlvr", [f"ppo.rewards.terms = {{right = {term}}}", *overrides])
+    plan(config, ArtifactStore(tmp_path / "store"))
+
+
+@pytest.mark.parametrize("function", ["takes_all", "has_a_default", "of_trl", "with_solution", "partial"])
+def test_a_function_that_gets_its_arguments_is_planned(tmp_path, function):
+    planned(tmp_path, function)
+
+
+@pytest.mark.parametrize(
+    ("function", "parameter"),
+    [("needs_difficulty", "difficulty"), ("of_generations", "scale"), ("of_openrlhf", "scale")],
+)
+def test_a_function_with_an_argument_that_nothing_gives_is_refused(tmp_path, function, parameter):
+    rule = rf"^ppo\.rewards\.terms\.right\.function = .*: nothing gives its parameter '{parameter}'; set arguments\.{parameter}"
+    with pytest.raises(ConfigError, match=rule) as refused:
+        planned(tmp_path, function)
+    assert "\n" not in str(refused.value)
+    planned(tmp_path, function, f"ppo.rewards.terms.right.arguments = {{{parameter} = 2}}")
+
+
+def test_a_function_is_refused_for_an_argument_that_it_does_not_take_or_parameters_of_no_protocol(tmp_path):
+    with pytest.raises(ConfigError, match=r"right\.arguments\.scael = 2: is not a parameter"):
+        planned(tmp_path, "of_generations", "ppo.rewards.terms.right.arguments = {scael = 2}")
+    with pytest.raises(ConfigError, match=r"right\.function = .*: the names of its parameters match no protocol"):
+        planned(tmp_path, "fits_nothing")
+
+
+@pytest.mark.parametrize("label", [json.dumps({"difficulty": 3}), {"difficulty": 3}, "3"])
+def test_a_field_of_the_labels_is_an_argument(tmp_path, label):
+    rows = "".join(
+        json.dumps({"prompt": f"{at} + 1?", "completion": f"{at + 1}", "label": label}) + "\n" for at in range(20)
+    )
+    (tmp_path / "rows.jsonl").write_text(rows)
+    use = "{demonstrations = 0.5, prompts = 0.3, eval_prompts = 0.2}"
+    source = f'{{name = "rows", path = "{tmp_path}/rows.jsonl", use = {use}}}'
+    data = f'prepare_data.data = {{type = "files", sources = [{source}]}}'
+    if label != "3":
+        planned(tmp_path, "needs_difficulty", data)
+        return
+    with pytest.raises(ConfigError, match="nothing gives its parameter 'difficulty'"):
+        planned(tmp_path, "needs_difficulty", data)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is not None, reason="the package is installed")
+def test_a_package_that_quantized_adapters_need_is_missed_at_the_plan(tmp_path):
+    config = load_profile("tiny/rlvr", ['sft.lora = {quantize = "nf4"}', 'runtime.type = "local"'])
+    with pytest.raises(ConfigError, match=r"^sft\.lora\.quantize = 'nf4': needs bitsandbytes.*; pip install"):
+        plan(config, ArtifactStore(tmp_path))
