@@ -29,9 +29,7 @@ MOVED = {
     "rlhf_core.rewards.server": "rlhf_contrib.serve.reward_server",
     "rlhf_core.runtime.jobs": "rlhf_contrib.ray_jobs.jobs",
     "rlhf_core.sampling.vllm_server_sampler": "rlhf_contrib.vllm_server.sampler",
-    "rlhf_core.suites.harness": "rlhf_contrib.harness.tasks",
     "rlhf_core.training.memory": "rlhf_contrib.planner.memory",
-    "stages.evaluate_harness": "rlhf_contrib.harness.stage",
 }
 """Former name of a module, or of a package with its modules -> the present one. 0.4 refuses the former names."""
 

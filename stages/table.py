@@ -449,7 +449,6 @@ def evaluate_suite(
     page="evaluation.md",
     metrics=measured.suite,
     files=harness_files,
-    module="rlhf_contrib.harness.stage",
 )
 def evaluate_harness(config: HarnessSuite, *, policy: Annotated[PolicyRef, From("ppo")]) -> ReportRef:
     """Tasks of EleutherAI's evaluation harness on one `policy`."""

@@ -28,7 +28,6 @@ TOPICS = sorted(path.parent.name for path in ROOT.glob("rlhf_contrib/*/__init__.
 NAMES_TOPICS = {
     "pipelines/cli/main.py": "the table of commands",
     "rlhf_core/moved.py": "the table of former names",
-    "stages/table.py": "the module of a stage",
     "rlhf_core/config/data.py": "the modules of worlds",
     "rlhf_core/stage/corrections.py": "reward functions of worlds had no fault",
     "rlhf_core/config/agent_modules.py": "the table of agents",

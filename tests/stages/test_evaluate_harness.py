@@ -156,8 +156,8 @@ def engines_of(policy: Path, leases: list[str], *, sampled: int = 64) -> Any:
     """Return engines that note each lease, with a sampler that says what it was asked."""
     from contextlib import contextmanager
 
-    from rlhf_contrib.harness.tasks import Engines
     from rlhf_core.pretrained import load_tokenizer
+    from rlhf_core.suites.harness import Engines
 
     class Asked:
         def generate(self, requests: Any, sampling: Any) -> Any:
@@ -190,7 +190,7 @@ def asks(*arguments: Any) -> list[Any]:
 
 
 def test_questions_are_cut_to_what_the_sampler_takes_and_long_answers_refused_first(policy):
-    from rlhf_contrib.harness.tasks import EngineLM
+    from rlhf_core.suites.harness import EngineLM
 
     leases: list[str] = []
     model = EngineLM(engines_of(policy, leases, sampled=20))
@@ -203,7 +203,7 @@ def test_questions_are_cut_to_what_the_sampler_takes_and_long_answers_refused_fi
 
 
 def test_all_documents_are_scored_by_one_trainer(policy):
-    from rlhf_contrib.harness.tasks import EngineLM
+    from rlhf_core.suites.harness import EngineLM
 
     leases: list[str] = []
     model = EngineLM(engines_of(policy, leases))
@@ -225,7 +225,7 @@ def test_all_documents_are_scored_by_one_trainer(policy):
     ],
 )
 def test_tasks_are_checked_before_an_engine_is_leased(policy, tasks, named, headline, rule):
-    from rlhf_contrib.harness.tasks import run_tasks
+    from rlhf_core.suites.harness import run_tasks
 
     leases: list[str] = []
     with pytest.raises(ConfigError, match=rule):
@@ -250,7 +250,7 @@ def harness_results(value: Any) -> dict[str, Any]:
 
 
 def test_numbers_of_numpy_count_and_what_is_no_number_is_named():
-    from rlhf_contrib.harness.tasks import measured
+    from rlhf_core.suites.harness import measured
 
     assert measured(harness_results(np.float32(0.5)), headline="").measures["t/f1"]["mean"] == 0.5
     with pytest.raises(DataError, match=r"evaluate\.suites\.t/f1 = nan: is no finite number"):

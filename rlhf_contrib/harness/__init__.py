@@ -1,1 +1,0 @@
-"""Tasks of EleutherAI's evaluation harness."""
