@@ -69,7 +69,7 @@ VERBS = {
     "down": "pipelines.cli.serve_verb:down",
     "status": "pipelines.cli.serve_verb:status",
     "run": "pipelines.cli.run_command:run",
-    "rehearse": "rlhf_contrib.rehearse.verb:run",
+    "rehearse": "pipelines.cli.rehearse_verb:rehearse_profile",
     "sweep": "rlhf_contrib.sweep.verb:sweep",
     "data": "pipelines.cli.data_verb:data",
     "try-reward": "pipelines.cli.try_reward:try_reward",
@@ -303,7 +303,9 @@ def _parser() -> argparse.ArgumentParser:
     status = command("status", "Show the services and their addresses; exit with 1 if one does not respond.")
     _scaffold_verb(command("scaffold", "Write the files with which a place runs profiles: Slurm, Kubernetes, ..."))
     _run_verb(command("run", "Run a pipeline on this machine; finished stages are reused."))
-    _topic_verbs(command)
+    text = "Run the whole graph of a profile with tiny models and few rows; list problems."
+    _rehearse_verb(command("rehearse", text))
+    _sweep_verb(command("sweep", "Run a profile with several values of its keys and compare the results."))
     data = command("data", "Show what data files hold: format, columns, dropped rows with reasons, two rows, tables.")
     _data_verb(data)
     _try_reward_verb(command("try-reward", "Call a reward function on answers, as a run would."))
@@ -369,12 +371,6 @@ def _scaffold_verb(scaffold: argparse.ArgumentParser) -> None:
     places = ("container", "kubernetes", "server", "slurm")
     scaffold.add_argument("place", choices=places, help="where profiles are to run")
     scaffold.add_argument("--out", required=True, metavar="DIR", help="folder for the files")
-
-
-def _topic_verbs(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
-    _sweep_verb(command("sweep", "Run a profile with several values of its keys and compare the results."))
-    text = "Run the whole graph of a profile with tiny models and few rows; list problems."
-    _rehearse_verb(command("rehearse", text))
 
 
 def _rehearse_verb(parser: argparse.ArgumentParser) -> None:

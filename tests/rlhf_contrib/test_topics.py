@@ -100,7 +100,6 @@ AGENTS = {
 WORDS = {
     "import-openrlhf": ["import-openrlhf", "train.sh"],
     "plan --estimate": ["plan", "tiny/full", "--estimate"],
-    "rehearse": ["rehearse", "tiny/full"],
     "sweep": ["sweep", "tiny/full"],
     "scaffold": ["scaffold", "slurm", "--out", "x"],
     "serve": ["serve", "ppo"],

@@ -22,16 +22,16 @@ from pipelines.flows.full import graph, lifecycle
 from pipelines.flows.graph import Stages
 from pipelines.flows.nodes import Node
 from pipelines.flows.profile import PipelineConfig
-from rlhf_contrib.rehearse import (
+from pipelines.rehearse import (
     checks,
     problems,
     rows,
 )
-from rlhf_contrib.rehearse.cut import cut_profile, simulate_people
-from rlhf_contrib.rehearse.models import write_tiny_policy, write_tiny_reward_model
-from rlhf_contrib.rehearse.probes import WrittenAnswers, probe_rewards
-from rlhf_contrib.rehearse.problems import NodeResult, Rehearsal
-from rlhf_contrib.rehearse.servers import Servers, silent_engines
+from pipelines.rehearse.cut import cut_profile, simulate_people
+from pipelines.rehearse.models import write_tiny_policy, write_tiny_reward_model
+from pipelines.rehearse.probes import WrittenAnswers, probe_rewards
+from pipelines.rehearse.problems import NodeResult, Rehearsal
+from pipelines.rehearse.servers import Servers, silent_engines
 from rlhf_core.config.models import PretrainedModel
 from rlhf_core.config.runtime import VllmServerSamplerConfig
 from rlhf_core.data.chat import ChatTemplate
@@ -287,7 +287,7 @@ class RehearsalRun:
         texts = [row for table in (*longest, *first) for row in table]
         silent = checks.silent_words(chat, texts, key=key, template=template)
         self.found.add(problems.TEMPLATE, *silent)
-        module = "rlhf_contrib.rehearse.rows"
+        module = "pipelines.rehearse.rows"
         few = StageSpec(
             name="rows",
             module=module,

@@ -11,11 +11,11 @@ import pytest
 from pipelines.cli.main import main
 from pipelines.flows.full import graph
 from pipelines.flows.profile import load_profile, parse, profile_names
-from rlhf_contrib.rehearse import problems
-from rlhf_contrib.rehearse.cut import cut_profile, exported_names
-from rlhf_contrib.rehearse.rows import few
-from rlhf_contrib.rehearse.runner import rehearse
-from rlhf_contrib.rehearse.servers import Servers, silent_engines
+from pipelines.rehearse import problems
+from pipelines.rehearse.cut import cut_profile, exported_names
+from pipelines.rehearse.rows import few
+from pipelines.rehearse.runner import rehearse
+from pipelines.rehearse.servers import Servers, silent_engines
 from rlhf_core.config.models import InitModel
 from rlhf_core.config.rewards import JudgeReward
 from rlhf_core.models.initialize import initialize_llama, train_tokenizer

@@ -21,15 +21,15 @@ from pipelines.flows.nodes import (
     prepared_part,
     rewards_in,
 )
-from rlhf_contrib.rehearse.problems import (
+from pipelines.rehearse.problems import (
     GROUPS,
     REWARD_ARGUMENTS,
     REWARD_CONSTANT,
     REWARD_FAILS,
     Rehearsal,
 )
-from rlhf_contrib.rehearse.rows import ASKED
-from rlhf_contrib.rehearse.servers import MOST_REQUESTS, Route
+from pipelines.rehearse.rows import ASKED
+from pipelines.rehearse.servers import MOST_REQUESTS, Route
 from rlhf_core.algorithms.advantage.base import GroupAdvantage
 from rlhf_core.config.policy import PPOConfig
 from rlhf_core.config.rewards import (

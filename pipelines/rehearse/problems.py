@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from rlhf_contrib.rehearse.cut import Cut
+from pipelines.rehearse.cut import Cut
 
 ROWS = "rows are dropped or cut"
 TEMPLATE = "the chat template drops words"

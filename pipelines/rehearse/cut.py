@@ -61,7 +61,7 @@ ROWS = 1000
 """Most rows of a table of a synthetic world. They are cut further once the limits in tokens were applied."""
 ANSWERS = 4
 """Most answers to a prompt."""
-STAND_INS = "rlhf_contrib.rehearse.stand_ins"
+STAND_INS = "pipelines.rehearse.stand_ins"
 
 Changes = Mapping[str, Any]
 

@@ -13,8 +13,8 @@ from pipelines.cli.common import (
     print_line,
 )
 from pipelines.flows.profile import load_profile
+from pipelines.rehearse.problems import Rehearsal
 from pipelines.services.home import Home
-from rlhf_contrib.rehearse.problems import Rehearsal
 
 EXIT_PROBLEMS = 1
 CLUSTER = "RAY_ADDRESS"
@@ -22,7 +22,7 @@ QUIET = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 """Settings of libraries, whose reports on random weights say nothing."""
 
 
-def run(options: argparse.Namespace) -> int:
+def rehearse_profile(options: argparse.Namespace) -> int:
     """Rehearse a profile on this machine, and return 1 if there are problems."""
     began = time.monotonic()
     config = load_profile(options.profile, options.overrides)
@@ -30,7 +30,7 @@ def run(options: argparse.Namespace) -> int:
     os.environ.update(QUIET)
     log = Home.here().make().logs / "rehearse.log"
     logging.basicConfig(filename=log, filemode="w", force=True)
-    from rlhf_contrib.rehearse.runner import rehearse  # transformers, which reads these settings when it is imported
+    from pipelines.rehearse.runner import rehearse  # transformers, which reads these settings when it is imported
 
     quiet = options.json
     found = rehearse(config, show=lambda line: None if quiet else print_line(console, line))
