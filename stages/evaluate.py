@@ -226,9 +226,7 @@ def ancestry(
     records = context.store.records()
     nodes = lineage(records, [ref.digest for ref in generations.values()])
     models = {record.key for record in records if isinstance(record.handle, (PolicyRef, RewardModelRef))}
-    files = {
-        node.label: attempts.metrics(context.store.attempts(node.key)) for node in nodes if node.key in models
-    }
+    files = {node.label: attempts.metrics(context.store.attempts(node.key)) for node in nodes if node.key in models}
     trained = {label: path for label, path in files.items() if path.exists()}
     return [node.plain() for node in nodes], trained
 

@@ -58,7 +58,9 @@ def test_two_users_of_one_server_and_one_store_have_the_results_of_each_other(
         ended = list(two.map(lambda one: one[0].types(*run, **{one[1]: one[2]}), wrong))
     for done, (*_, reason) in zip(ended, wrong, strict=True):
         refused(done, reason)
-    assert not any(folder.exists() for folder in (store.root / "tables" / "keys", store.layout.objects, store.layout.attempts))
+    assert not any(
+        folder.exists() for folder in (store.root / "tables" / "keys", store.layout.objects, store.layout.attempts)
+    )
 
     assert decisions(ada.did(*run)) == dict.fromkeys(STAGES, "RUN")
     assert decisions(ben.did(*run)) == dict.fromkeys(STAGES, "HIT")
@@ -146,7 +148,10 @@ def collected_by_policy(store: ArtifactStore, profile: str, ada: Person, ben: Pe
     def collected(days: int) -> list[str]:
         then = time.time() - days * 86400
         for record in found.values():
-            for path in (store.root / "tables" / "keys" / f"{record.key}.json", store.layout.object(object_digest(record.handle))):
+            for path in (
+                store.root / "tables" / "keys" / f"{record.key}.json",
+                store.layout.object(object_digest(record.handle)),
+            ):
                 os.utime(path, (then, then))
         ben.did("store", "gc", "--profile", profile)
         return sorted(records(store))

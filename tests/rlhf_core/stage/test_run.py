@@ -256,10 +256,7 @@ def test_a_process_that_was_taken_over_ends_with_one_sentence_and_harms_nobody(s
                 process.kill()
     assert (tmp_path / "new").read_text() == "committed"
     said = (tmp_path / "old").read_text()
-    assert (
-        said.startswith("Lost: lease ")
-        and "took the lease over, because this process had not renewed it" in said
-    )
+    assert said.startswith("Lost: lease ") and "took the lease over, because this process had not renewed it" in said
     record = store.record(stage_key(toy_spec(ToyConfig(steps=200))))
     assert record is not None and record.handle == whole
     assert [(item.number, item.status) for item in history(folder)] == [(1, "running"), (2, "committed")]
