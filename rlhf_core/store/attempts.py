@@ -242,7 +242,9 @@ def is_resumable(folder: AttemptFolder, finished: int) -> bool:
 
 def give_way(folder: AttemptFolder, attempt: Attempt) -> None:
     """Remove the files that an attempt wrote after a later attempt took over its work; nothing reads them."""
-    if any(item.number > attempt.number for item in history(folder)):
+    found = folder.store.read(name_of(folder.key))  # not the table that this process knew under its lease
+    past = _ATTEMPTS.validate_python(found.value.get("attempts", [])) if found is not None else []
+    if any(item.number > attempt.number for item in past):
         remove_tree(work(folder, attempt))
         _remove_output(output(folder, attempt))
 
