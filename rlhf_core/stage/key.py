@@ -16,8 +16,8 @@ from rlhf_core.schema.base import Config, as_written, keyed
 from rlhf_core.stage.corrections import corrections
 from rlhf_core.store.fingerprint import canonical_json, module_digests, sha256_text
 from rlhf_core.types import ArtifactRef
-from rlhf_core.user_code.dependencies import user_code, user_code_digest
-from rlhf_core.user_code.sources import is_ours
+from rlhf_core.user_code.dependencies import user_code_digest
+from rlhf_core.user_code.sources import code_of, is_ours, reached_from
 
 KEY_SCHEMA = 1  # raised when keys are computed in another way: no result is found then
 
@@ -123,11 +123,10 @@ def stage_code(spec: StageSpec) -> dict[str, str]:
     """
     agents = spec.config.by_key.values() if isinstance(spec.config, AgentsBySource) else ()
     named = [AGENT_MODULES[agent.type] for agent in agents if agent.type in AGENT_MODULES]
-    found: dict[str, str] = {}
+    # Of a user's stage also the user's modules that it reaches.
+    found = {} if is_ours(spec.module) else code_of(reached_from(spec.module), key="module")
     for module in (spec.module, *named, *_modules_of(spec.config)):
         found |= module_digests(module)
-    if not is_ours(spec.module):  # with all modules of the user's that it reaches
-        found |= user_code(f"{spec.module}:run")
     if is_path(sampler := spec.engines.get("sampler", {}).get("type")):
         found |= module_digests(sampler.partition(":")[0])
     return dict(sorted(found.items()))
