@@ -198,6 +198,8 @@ def test_a_gpu_that_is_shared_counts_once():
         train_workers=4, gpus_per_train_worker=0.5, gpus_per_engine=0.5, sampler=VllmSamplerConfig(engines=4)
     )
     assert gpus_of(spec, shared) == 4
+    pair = {"sampler": shared.sampler.model_copy(update={"engines": 2, "tensor_parallel": 2})}
+    assert gpus_of(spec, shared.model_copy(update=pair)) == 4
     only: Any = SimpleNamespace(engines={"trainer": {}})
     assert gpus_of(only, apart) == 4 and gpus_of(only, RuntimeConfig()) == 0
     assert (cpus_of(spec, apart), cpus_of(only, apart)) == (7, 5), "the driver's CPU is among them"

@@ -123,6 +123,13 @@ def test_models_on_the_same_gpus_are_a_train_worker_and_an_engine_on_each(tmp_pa
     assert [made.bundles[one]["GPU"] for one in (*made.train, *made.sample)] == [1] * 8 + [2] * 8
 
 
+def test_engines_of_two_gpus_stay_on_those_that_train_if_they_use_them_all(tmp_path):
+    flags = "--colocate_all_models --vllm_num_engines 4 --vllm_tensor_parallel_size 2 --actor_num_gpus_per_node 8"
+    config, _ = translated(PPO + flags, tmp_path)
+    made = layout(config.runtime)
+    assert sum(bundle["GPU"] for bundle in made.bundles) == 8 and config.runtime.lends_gpus
+
+
 RM = "--reward_pretrain models/rm --reward_num_gpus_per_node 2 --critic_num_gpus_per_node 2 --ref_num_gpus_per_node 3 "
 POOLS = {
     "": {"ref": (3, ("reference",)), "critic": (2, ("value_model",)), "reward": (2, ("reward_model",))},

@@ -43,6 +43,7 @@ def main() -> None:
     spec, optimizer = ModelSpec(policy, "lm", None, 3), OptimizerConfig(learning_rate=1e-3)
     trainer = LocalTrainer(spec, optimizer, config)
     engine: Any = trainer._engine
+    (folder / "unwritten").mkdir()
     made: dict[str, Any] = {"losses": [train(trainer), train(trainer)]}
     taken = tensors(engine.snapshot(folder / "unwritten"))
     moments = [one for state in engine._engine.basic_optimizer.state.values() for one in tensors(state)]
