@@ -12,7 +12,7 @@ from obstore.store import MemoryStore
 from rlhf_core.errors import ArtifactError, ConfigError
 from rlhf_core.store import attempts, bucket, bucket_server, index, leases
 from rlhf_core.store.artifacts import ArtifactStore
-from rlhf_core.store.bucket_server import PROBES, ObstoreServer, AccessRefused, probe
+from rlhf_core.store.bucket_server import PROBES, AccessRefused, ObstoreServer, probe
 from rlhf_core.store.fingerprint import sha256_text
 from rlhf_core.store.gate_decisions import GateDecisions, Question
 from rlhf_core.store.leases import Lost, living_owner, name_of
