@@ -109,6 +109,10 @@ class BucketStore:
         self._copies = NodeCache(self.folder)
         self._listed: dict[str, StoredTable] = {}
         """Tables by full name as last listed, read or written."""
+        self._unreadable: list[DamagedTable] = []
+        """Tables of the last listing that cannot be read."""
+        self._listings: list[dict[str, StoredTable | None]] = []
+        """Tables that were read or written during each listing in progress."""
         self._listed_at = -RECENT_S
         self._snapshots = 0
         self._threads = threading.RLock()
@@ -126,14 +130,9 @@ class BucketStore:
     @contextmanager
     def snapshot(self, *, within_s: float = FRESH_S) -> Iterator[None]:
         """Two LISTs, unless the last ones are recent, and a GET for each table that this node does not have."""
+        if not self._snapshots and time.monotonic() - self._listed_at > within_s:
+            self._list_all()
         with self._threads:
-            if not self._snapshots and time.monotonic() - self._listed_at > within_s:
-                self._listed = {}
-                for prefix in ("tables/", "objects/"):
-                    # A damaged table is reported by the command that needs it.
-                    listed = self._tables(prefix, damaged=[])
-                    self._listed |= {self._full(prefix, table.name): table for table in listed}
-                self._listed_at = time.monotonic()
             self._snapshots += 1
         try:
             yield
@@ -485,16 +484,32 @@ class BucketStore:
         self._note(name, table)
         return table
 
-    def _note(self, name: str, table: StoredTable | None) -> None:
-        """Let the last listing have this table."""
+    def _list_all(self) -> None:
+        """List all tables anew. Nothing is locked meanwhile: heartbeats of leases must not wait for a listing."""
+        began = time.monotonic()
+        newer: dict[str, StoredTable | None] = {}
+        unreadable: list[DamagedTable] = []
         with self._threads:
+            self._listings.append(newer)
+        try:
+            found = {f"tables/{table.name}": table for table in self._list_tables("tables/", unreadable)}
+            found |= {table.name: table for table in self._list_tables("objects/", unreadable)}
+        finally:
+            with self._threads:
+                self._listings = [one for one in self._listings if one is not newer]
+        with self._threads:
+            kept = {name: table for name, table in (found | newer).items() if table is not None}
+            self._listed, self._unreadable, self._listed_at = kept, unreadable, began
+
+    def _note(self, name: str, table: StoredTable | None) -> None:
+        """Let the last listing, and those in progress, have this table."""
+        with self._threads:
+            for newer in self._listings:
+                newer[name] = table
             if table is None:
                 self._listed.pop(name, None)
             else:
                 self._listed[name] = table
-
-    def _full(self, prefix: str, name: str) -> str:
-        return name if prefix == "objects/" else f"{prefix}{name}"
 
     def _get(self, name: str) -> tuple[bytes, StoredTable] | None:
         """The bytes and the table of this name. Raises Damaged if they do not arrive as they were written."""
@@ -539,6 +554,19 @@ class BucketStore:
                 time.sleep(RETRY_S / 40)
 
     def _tables(self, prefix: str, damaged: list[DamagedTable] | None = None) -> Iterator[StoredTable]:
+        """The tables below a prefix as of the open snapshot, or of a new listing."""
+        with self._threads:
+            is_open, listed, unreadable = bool(self._snapshots), dict(self._listed), list(self._unreadable)
+        if not is_open:
+            yield from self._list_tables(prefix, damaged)
+            return
+        if unreadable and damaged is None:
+            raise unreadable[0]
+        if damaged is not None:
+            damaged += [error for error in unreadable if f"tables/{error.name}".startswith(prefix)]
+        yield from (table for name, table in listed.items() if name.startswith(prefix))
+
+    def _list_tables(self, prefix: str, damaged: list[DamagedTable] | None) -> Iterator[StoredTable]:
         """The listed tables, read by several threads where this node does not have them."""
         listed = list(self._again(lambda: list(self.server.list(prefix))))
 

@@ -28,7 +28,7 @@ PROBES = (
 )
 
 
-class RequestRefused(ArtifactError):
+class AccessRefused(ArtifactError):
     """The server does not let this user do it; the same request would fail again."""
 
 
@@ -90,7 +90,7 @@ class ObstoreServer:
 
     @contextmanager
     def _answering(self, conditional: str = "", *, is_new: bool = False) -> Iterator[None]:
-        """Turn errors of the client into Conflict, Refused or Unreachable."""
+        """Turn errors of the client into Conflict, AccessRefused or Unreachable."""
         from obstore.exceptions import (
             AlreadyExistsError,
             BaseError,
@@ -106,7 +106,7 @@ class ObstoreServer:
         except FileNotFoundError:
             if is_new:  # a new object needs its bucket alone
                 rule, remedy = "there is no such bucket", "create it, or name another one"
-                raise RequestRefused(explain("store", shown(self.uri), rule, remedy)) from None
+                raise AccessRefused(explain("store", shown(self.uri), rule, remedy)) from None
             if conditional:
                 raise Conflict(conditional) from None
             raise
@@ -114,7 +114,7 @@ class ObstoreServer:
             said = " ".join(str(error).split())[:300]
             if isinstance(error, (PermissionDeniedError, UnauthenticatedError)):
                 rule, remedy = f"refused the request ({said})", "check the credentials and their permissions"
-                raise RequestRefused(explain("store", shown(self.uri), rule, remedy)) from error
+                raise AccessRefused(explain("store", shown(self.uri), rule, remedy)) from error
             rule, remedy = f"did not answer ({said})", "check address, credentials and network"
             raise Unreachable(explain("store", shown(self.uri), rule, remedy)) from error
 

@@ -113,25 +113,27 @@ def collect(
     check_days(keep_days)
     if store.folder_is_shared and not store.folder.is_dir():
         return GcReport((), dry_run)
-    with nullcontext(store.folder_is_shared) if dry_run else store.alone() as at_once:
-        now = time.time() if dry_run and at_once else store.now()
-        damaged: list[DamagedTable] = []
-        tables = {table.name.rpartition("/")[2]: table for table in store.tables("keys/", damaged=damaged)}
-        roots, unreadable = roots_of(store, tables.values())
-        held_back = (*map(str, damaged), *unreadable)
-        if project:
-            others = (key for key, table in tables.items() if _facts(table).get("project", "") != project)
-            roots += [Root(key, "is of another project") for key in others if tables[key].value.get("record")]
-        if any(living_owner(store, key) for key, table in tables.items() if owner_in(table.value)):
-            keep_days = max(keep_days, KEEP_DAYS_WHILE_RUNNING)
-        horizon = now - keep_days * DAY_S
-        run = _Collection(store, tables, roots, now, horizon, dry_run)
-        items = [] if held_back else [*run.records(), *run.objects(at_once=at_once)]
-        items += [] if project else [*run.attempts(), *run.quarantine()]
-    kept = () if held_back else tuple(run.kept())
-    if not dry_run:
-        empty_trash(store.folder)
-    return GcReport(tuple(items), dry_run, held_back, kept, store.sweep(dry_run=dry_run))
+    alone = nullcontext(store.folder_is_shared) if dry_run else store.alone()
+    with store.snapshot(within_s=0.0):
+        with alone as at_once:
+            now = time.time() if dry_run and at_once else store.now()
+            damaged: list[DamagedTable] = []
+            tables = {table.name.rpartition("/")[2]: table for table in store.tables("keys/", damaged=damaged)}
+            roots, unreadable = roots_of(store, tables.values())
+            held_back = (*map(str, damaged), *unreadable)
+            if project:
+                others = (key for key, table in tables.items() if _facts(table).get("project", "") != project)
+                roots += [Root(key, "is of another project") for key in others if tables[key].value.get("record")]
+            if any(living_owner(store, key) for key, table in tables.items() if owner_in(table.value)):
+                keep_days = max(keep_days, KEEP_DAYS_WHILE_RUNNING)
+            horizon = now - keep_days * DAY_S
+            run = _Collection(store, tables, roots, now, horizon, dry_run)
+            items = [] if held_back else [*run.records(), *run.objects(at_once=at_once)]
+            items += [] if project else [*run.attempts(), *run.quarantine()]
+        kept = () if held_back else tuple(run.kept())
+        if not dry_run:
+            empty_trash(store.folder)
+        return GcReport(tuple(items), dry_run, held_back, kept, store.sweep(dry_run=dry_run))
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,7 @@ def test_the_clocks_of_a_run_are_wrong(tmp_path):
 
     def say() -> None:
         clocks.apply(AHEAD)
-        disk._replace(tmp_path / "lease.json", b"")
+        disk._replace(tmp_path / "lease.json", b"", is_new=True)
         said = f"{time.time() - wall} {time.time_ns() / 1e9 - wall} {wall - (tmp_path / 'lease.json').stat().st_mtime}"
         file.write_text(said)
 

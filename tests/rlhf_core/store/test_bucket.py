@@ -12,7 +12,7 @@ from obstore.store import MemoryStore
 from rlhf_core.errors import ArtifactError, ConfigError
 from rlhf_core.store import attempts, bucket, bucket_server, index, leases
 from rlhf_core.store.artifacts import ArtifactStore
-from rlhf_core.store.bucket_server import PROBES, ObstoreServer, RequestRefused, probe
+from rlhf_core.store.bucket_server import PROBES, AccessRefused, ObstoreServer, probe
 from rlhf_core.store.fingerprint import sha256_text
 from rlhf_core.store.gate_decisions import GateDecisions, Question
 from rlhf_core.store.leases import Lost, living_owner, name_of
@@ -72,7 +72,7 @@ def test_a_bucket_that_does_not_exist_is_named(monkeypatch):
         raise FileNotFoundError("NoSuchBucket")
 
     _served_by(SimpleNamespace(put=missing, get=missing, list=lambda *_, **__: []), monkeypatch)
-    with pytest.raises(RequestRefused, match=r"store = 's3://memory/team': there is no such bucket; create it"):
+    with pytest.raises(AccessRefused, match=r"store = 's3://memory/team': there is no such bucket; create it"):
         probe(URI)
 
 
