@@ -383,19 +383,19 @@ class Cutter:
             if isinstance(cut, kind):
                 changes = {name: value for name, value in rule(cut).items() if value != getattr(cut, name)}
                 for name, value in changes.items():
-                    self.cuts += differences(dotted(key, name), options[name], value)
+                    self.cuts += changed_options(dotted(key, name), options[name], value)
                 cut = cut.model_copy(update=changes)
         return cut
 
 
-def differences(key: str, before: Any, after: Any) -> Iterator[Cut]:
+def changed_options(key: str, before: Any, after: Any) -> Iterator[Cut]:
     """Yield the options that differ, below options of the same kind each by its own key."""
     if isinstance(before, Config) and type(before) is type(after):
         before = {name: getattr(before, name) for name in type(before).model_fields}
         after = {name: getattr(after, name) for name in before}
     if isinstance(before, dict) and isinstance(after, dict):
         for name, value in after.items():
-            yield from differences(dotted(key, str(name)), before.get(name), value)
+            yield from changed_options(dotted(key, str(name)), before.get(name), value)
     elif before != after:
         yield Cut(key, before, after)
 
