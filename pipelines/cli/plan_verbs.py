@@ -18,6 +18,7 @@ from pipelines.flows.graph import agents_of
 from pipelines.flows.profile import PipelineConfig, load_profile
 from pipelines.flows.recipe import drawn
 from pipelines.services.home import Home
+from rlhf_core.by_path import is_path
 from rlhf_core.stage.decision import last_record, target_of
 from rlhf_core.stage.key import Strictness
 from rlhf_core.store import attempts
@@ -62,10 +63,10 @@ def plan(options: argparse.Namespace) -> None:
 def imported_files(config: PipelineConfig, planned: Sequence[PlannedStage]) -> list[str]:
     """The files of other packages, and of the user's, that a run of the profile imports, each once."""
     sampler = config.runtime.sampler
+    paths = {sampler.type, config.runtime.executor_path, *(step.stage for step in config.steps())}
     named = {function.rpartition(":")[0] for stage in planned for function in stage.spec.callables}
-    named |= {stage.spec.module for stage in planned} | {sampler.module, sampler.type.partition(":")[0]}
-    named |= {config.runtime.executor_path.partition(":")[0]}
-    named |= {step.stage.partition(":")[0] for step in config.steps()}
+    named |= {stage.spec.module for stage in planned} | {sampler.module}
+    named |= {path.partition(":")[0] for path in paths if is_path(path)}
     modules = [one for name in sorted(named - {""}) if not is_ours(name) for one in reached_from(name)]
     here = Path.cwd()
     files = (module.path.resolve() for module in modules)

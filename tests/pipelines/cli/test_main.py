@@ -190,7 +190,7 @@ def test_explain_names_what_the_key_cannot_see(here, capsys, monkeypatch):
     stage = PlannedStage("ppo", toy_spec(callables=("mine.py:reward",)), decision)
     monkeypatch.chdir(here)
     store = ArtifactStore(here / "store")
-    config = SimpleNamespace(recipe={}, rounds={})
+    config = load_profile("tiny/full")
     monkeypatch.setattr("pipelines.cli.plan_verbs.planned_stages", lambda options: (config, store, [stage]))
     handle = PolicyRef(uri=f"store://{'a' * 64}", digest="a" * 64)
     record = SimpleNamespace(
@@ -205,7 +205,9 @@ def test_explain_names_what_the_key_cannot_see(here, capsys, monkeypatch):
     assert main(["explain", "ppo", "--profile", str(write_mini(here))]) == 0
     assert "\n".join(lines) in capsys.readouterr().out
     assert main(["plan", str(write_mini(here))]) == 0
-    assert capsys.readouterr().out.splitlines()[1:-1] == [f"ppo: {line}" for line in lines]
+    *notes, imported = capsys.readouterr().out.splitlines()[1:-1]
+    assert notes == [f"ppo: {line}" for line in lines]
+    assert imported.startswith("imports: mine.py, ") and "vllm" not in imported, "an engine is not named by path"
 
 
 def test_looking_at_a_store_that_is_not_there_says_what_to_do_and_makes_nothing(here, capsys):
