@@ -90,7 +90,7 @@ def test_a_point_that_cannot_be_measured_fails_alone(store):
         return {}
 
     results = run_points([("seed=1",), ("seed=2",)], run_point, store)
-    assert results[0].error.startswith("ArtifactError: ") and results[0].digests == {} and results[1].error == ""
+    assert results[0].error.startswith("Gone: ") and results[0].digests == {} and results[1].error == ""
 
 
 def test_the_number_that_decides_is_named_or_the_gold_reward_of_the_last_policy(tmp_path):
