@@ -28,10 +28,12 @@ class Column(Sequence[N]):
     data: memoryview[Any]
 
     def __init__(self, kind: str, values: Any) -> None:
-        try:
-            data = memoryview(values.data if type(values) is Column else values)
-        except TypeError:  # no array, but numbers one by one
-            data = memoryview(array(kind, values))
+        data = values
+        if type(values) is not memoryview:
+            try:
+                data = memoryview(values)
+            except TypeError:  # a column of another kind, or numbers one by one
+                data = memoryview(array(kind, values))
         if data.format != kind:
             data = memoryview(array(kind, data.tolist()))
         if not data.readonly or not data.contiguous:
@@ -128,4 +130,6 @@ def column(kind: str, values: Any) -> Column[Any]:
 def hold(value: Any, **kinds: str) -> None:
     """Make the fields of a frozen value columns of these kinds."""
     for name, kind in kinds.items():
-        object.__setattr__(value, name, column(kind, getattr(value, name)))
+        given = getattr(value, name)
+        if type(given) is not Column or given.data.format != kind:
+            object.__setattr__(value, name, Column(kind, given))

@@ -225,7 +225,7 @@ class Completion:
 
     def __post_init__(self) -> None:
         hold(self, token_ids="i", logprobs="f")
-        if len(self.token_ids) != len(self.logprobs):
+        if len(self.token_ids.data) != len(self.logprobs.data):
             raise ValueError(f"{len(self.token_ids)} tokens but {len(self.logprobs)} logprobs; each token needs one")
         if not self.spans:
             return

@@ -200,8 +200,8 @@ def _join(results: Sequence[Any], shares: Sequence[list[int]], samples: Samples)
             raise ValueError(f"{found} values of the ranks for {expected} tokens; give each token its value")
         bounds = [itertools.pairwise(offsets_of(samples.lengths[rows]).tolist()) for rows in shares]
         views = [one[start:end] for one, part in zip(results, bounds, strict=True) for start, end in part]
-        order = np.argsort(list(itertools.chain.from_iterable(shares)))
-        return np.concatenate([results[0][:0], *(views[at] for at in order.tolist())])
+        order = np.argsort(np.concatenate(shares))
+        return np.concatenate([results[0][:0], *map(views.__getitem__, order.tolist())])
     by_row = {row: one for rows, part in zip(shares, results, strict=True) for row, one in zip(rows, part, strict=True)}
     return [by_row[row] for row in range(len(samples))]
 

@@ -176,13 +176,28 @@ def test_what_a_policy_made_comes_back_bit_for_bit_for_its_step_and_policy_alone
     assert log.read(7, policy="new") == ScoredStep(ROLLOUTS[:1], SCORER)
 
 
+def test_a_logged_step_keeps_episodes_turns_and_components(tmp_path):
+    turns = replace(PROMPT, conversational=True)
+    episode = Rollout(turns, (1, 2), replace(EPISODE, score=0.5), 1 / 7, {"b": 2.0, "a": -1.0}, score=1.0)
+    rollouts = [episode, Rollout(PROMPT, (), BROKEN, 0.0, {}, invalid="no answer")]
+    log = RolloutLog(tmp_path)
+    log.write(0, rollouts, {}, policy="abc")
+    assert log.read(0, policy="abc").rollouts == rollouts
+
+
+def test_a_step_that_an_earlier_release_logged_as_parquet_is_read(tmp_path):
+    write_rollouts(tmp_path / "step-000007", 0, ROLLOUTS)
+    write_index(tmp_path / "step-000007", {"policy": "abc", "scorer": SCORER})
+    assert RolloutLog(tmp_path).read(7, policy="abc") == ScoredStep(ROLLOUTS, SCORER)
+
+
 def test_a_large_step_is_written_in_shards_and_comes_back_in_order(tmp_path, monkeypatch):
     monkeypatch.setattr("rlhf_core.data.shards.SHARD_TOKENS", 10)
     log, shards = RolloutLog(tmp_path / "log"), []
     for step, rollouts in ((1, ROLLOUTS * 5), (2, ROLLOUTS * 2), (3, [])):
         log.write(step, rollouts, SCORER, policy="abc")
         assert log.read(step, policy="abc").rollouts == rollouts
-        shards.append(len(list((tmp_path / "log").glob(f"step-{step:06d}/shard-*.parquet"))))
+        shards.append(len(list((tmp_path / "log").glob(f"step-{step:06d}/shard-*.arrow"))))
     assert shards == [3, 1, 1]  # 1 + 10 // (1 + 2) = 4 answers of up to 2 tokens in each
 
 
@@ -190,7 +205,7 @@ def test_a_write_that_was_cut_short_is_nothing_and_is_written_over(tmp_path):
     log = RolloutLog(tmp_path / "log")
     half = tmp_path / "log" / ".step-000007"
     half.mkdir(parents=True)
-    (half / "shard-00000.parquet").write_bytes(b"PAR1")
+    (half / "shard-00000.arrow").write_bytes(b"ARROW1")
     assert log.read(7, policy="abc") is None
     log.write(7, ROLLOUTS, SCORER, policy="abc")
     assert log.read(7, policy="abc") is not None
