@@ -28,12 +28,12 @@ class Column(Sequence[N]):
     data: memoryview[Any]
 
     def __init__(self, kind: str, values: Any) -> None:
-        data = values.data if type(values) is Column else values
-        if type(data) is not memoryview:
+        data = values
+        if type(values) is not memoryview:
             try:
-                data = memoryview(data)
-            except TypeError:  # no array, but numbers one by one
-                data = memoryview(array(kind, data))
+                data = memoryview(values)
+            except TypeError:  # a column of another kind, or numbers one by one
+                data = memoryview(array(kind, values))
         if data.format != kind:
             data = memoryview(array(kind, data.tolist()))
         if not data.readonly or not data.contiguous:

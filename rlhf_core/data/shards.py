@@ -10,11 +10,12 @@ killed stage can continue after its last shard.
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import pairwise
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -93,8 +94,8 @@ def _column(rows: Sequence[Any], field: pa.Field) -> pa.Array | pa.ChunkedArray:
     Above 2 GiB of text Arrow keeps several parts.
     """
     parts = [
-        pa.array([_cell(getattr(row, field.name), field.type) for row in rows[at : at + _PART]], type=field.type)
-        for at in range(0, len(rows), _PART)
+        pa.array([_cell(getattr(row, field.name), field.type) for row in part], type=field.type)
+        for part in chunks(rows, _PART)
     ]
     return pa.chunked_array(parts, type=field.type).combine_chunks()  # in one piece: the bytes do not depend on parts
 
@@ -108,16 +109,16 @@ def read_rows(path: Path, schema: pa.Schema, kind: type[R], *, optional: pa.Fiel
     if optional is not None:
         schema = schema.append(optional)
     turns = {one.name for one in schema if one.type == MESSAGES}
-    rows = read_table(path, schema, since=[] if optional is None else [optional.name])
+    since = [] if optional is None else [optional.name]
     return [
         kind(
             **{
                 name: to_messages(value) if name in turns else tuple(value) if isinstance(value, list) else value
                 for name, value in row.items()
-                if value is not None or optional is None or name != optional.name
+                if value is not None or name not in since
             }
         )
-        for row in rows
+        for row in read_table(path, schema, since=since)
     ]
 
 
@@ -127,14 +128,9 @@ LOG_SUFFIX = ".arrow"
 
 def write_table(path: Path, schema: pa.Schema, columns: Mapping[str, list[Any] | pa.Array]) -> None:
     """Write the columns of `schema` to `path` atomically, as Parquet, or as Arrow if that is its suffix."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    table = pa.Table.from_arrays([_array(columns[field.name], field.type) for field in schema], schema=schema)
-    if path.suffix == LOG_SUFFIX:
-        write_feather(table, temporary, compression="uncompressed")
-    else:
-        pq.write_table(table, temporary)
-    _put(temporary, path)
+    arrays = [_array(columns[field.name], field.type) for field in schema]
+    write = partial(write_feather, compression="uncompressed") if path.suffix == LOG_SUFFIX else pq.write_table
+    _put(path, partial(write, pa.Table.from_arrays(arrays, schema=schema)))
 
 
 def _array(cells: list[Any] | pa.Array | pa.ChunkedArray, kind: pa.DataType) -> pa.Array | pa.ChunkedArray:
@@ -156,14 +152,14 @@ def _per_token(name: str, lists: pa.ListArray) -> list[Column[Any]]:
 
 def replace_file(path: Path, content: bytes) -> None:
     """Write `content` to `path` atomically."""
+    _put(path, lambda temporary: temporary.write_bytes(content))
+
+
+def _put(path: Path, write: Callable[[Path], object]) -> None:
+    """Write a file, flush it to disk and then rename it, so that an existing file is complete even after a power cut."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_bytes(content)
-    _put(temporary, path)
-
-
-def _put(temporary: Path, path: Path) -> None:
-    """Flush a written file to disk and then rename it, so that an existing file is complete even after a power cut."""
+    write(temporary)
     fsync_path(temporary)  # the content before the name
     temporary.replace(path)
     fsync_path(path.parent)  # and the name, which is an entry of its folder
@@ -182,10 +178,10 @@ def read_table(path: Path, schema: pa.Schema, *, since: Sequence[str] = ()) -> l
     if missing:
         raise DataError("table", str(path), f"lacks the columns {missing}", "prepare the data again")
     columns = [name for name in schema.names if name in there]
-    per_token = [name for name in columns if name in PER_TOKEN]
+    plain = table.select([name for name in columns if name not in PER_TOKEN])
     absent = dict.fromkeys(set(schema.names) - there)
-    rows = [row | absent for row in table.select(columns).drop_columns(per_token).to_pylist()]
-    for name in per_token:
+    rows = [row | absent for row in plain.to_pylist()]
+    for name in PER_TOKEN.keys() & columns:
         for row, numbers in zip(rows, _per_token(name, table[name].combine_chunks()), strict=True):
             row[name] = numbers
     return rows
@@ -248,18 +244,18 @@ SINCE = ("episode_score", "score", CONVERSATIONAL.name)
 """Columns that the earliest shards lack, or all whose prompts were text."""
 
 
-def shard_path(folder: Path, shard: int, suffix: str = ".parquet") -> Path:
+def shard_path(folder: Path, shard: int) -> Path:
     """Return the file of shard number `shard`.
 
     >>> shard_path(Path("g"), 3).name
     'shard-00003.parquet'
     """
-    return folder / f"shard-{shard:05d}{suffix}"
+    return folder / f"shard-{shard:05d}.parquet"
 
 
 def shards(folder: Path) -> list[Path]:
     """Return the shard files of `folder`, in order. All of them are complete."""
-    return sorted(path for path in folder.glob("shard-*") if path.suffix in {".parquet", LOG_SUFFIX})
+    return sorted(folder.glob("shard-*"))
 
 
 def finished_shards(folder: Path) -> list[Path]:
@@ -297,7 +293,7 @@ def write_generations(folder: Path, shard: int, rows: Sequence[Generation]) -> N
 
 def read_generations(folder: Path) -> list[Generation]:
     """Return the generations of all shards of `folder`, in order. Raises DataError if there are no shards."""
-    return [_generation(row) for row in _read_shards(folder, GENERATIONS_SCHEMA)]
+    return [Generation(*_sampled(row)) for row in _read_shards(folder, GENERATIONS_SCHEMA)]
 
 
 def write_rollouts(folder: Path, shard: int, rows: Sequence[Rollout]) -> None:
@@ -307,12 +303,10 @@ def write_rollouts(folder: Path, shard: int, rows: Sequence[Rollout]) -> None:
 
 def read_rollouts(folder: Path) -> list[Rollout]:
     """Return the rollouts of all shards of `folder`, in order. Raises DataError if there are no shards."""
-    found = []
-    for row in _read_shards(folder, ROLLOUTS_SCHEMA):
-        sampled, components = _generation(row), dict(row["reward_components"])
-        scored = row["reward"], components, row["invalid"], row["score"]
-        found.append(Rollout(sampled.prompt, sampled.prompt_ids, sampled.completion, *scored))
-    return found
+    return [
+        Rollout(*_sampled(row), row["reward"], dict(row["reward_components"]), row["invalid"], row["score"])
+        for row in _read_shards(folder, ROLLOUTS_SCHEMA)
+    ]
 
 
 def _write_shard(path: Path, schema: pa.Schema, rows: Sequence[Any]) -> None:
@@ -325,7 +319,7 @@ def _write_shard(path: Path, schema: pa.Schema, rows: Sequence[Any]) -> None:
     plain = {number: _cell(one, kind) for number, one in conversations.items()}
     columns["messages"] = [plain[id(one)] for one in columns["messages"]]
     # Empty tuples are one object: thousands of empty lists would make Python look for garbage.
-    columns["spans"] = [tuple(map(asdict, spans)) if spans else () for spans in columns["spans"]]
+    columns["spans"] = [tuple(map(asdict, spans)) for spans in columns["spans"]]
     for name in {"extras", "reward_components"} & columns.keys():
         columns[name] = [tuple(sorted(figures.items())) if figures else () for figures in columns[name]]
     write_table(path, schema, columns)
@@ -339,25 +333,15 @@ def _read_shards(folder: Path, schema: pa.Schema) -> Iterator[dict[str, Any]]:
         yield from read_table(path, schema.append(CONVERSATIONAL), since=SINCE)
 
 
-def _generation(row: dict[str, Any]) -> Generation:
-    return Generation(
-        Prompt(
-            row["prompt_id"], to_messages(row["messages"]), row["label"], row["source"], bool(row["conversational"])
-        ),
-        row["prompt_ids"],
-        Completion(
-            row["token_ids"],
-            row["logprobs"],
-            row["text"],
-            row["finish_reason"],
-            row["policy_version"],
-            row["seed"],
-            tuple(ActionSpan(**span) for span in row["spans"]),
-            row["failure"],
-            dict(row["extras"]),
-            row["episode_score"],
-        ),
-    )
+_of_tokens = itemgetter("token_ids", "logprobs", "text", "finish_reason", "policy_version", "seed")
+
+
+def _sampled(row: dict[str, Any]) -> tuple[Prompt, Column[int], Completion]:
+    """The fields of a generation."""
+    turns, spans = to_messages(row["messages"]), tuple(ActionSpan(**span) for span in row["spans"])
+    rest: Any = spans, row["failure"], dict(row["extras"]), row["episode_score"]
+    prompt = Prompt(row["prompt_id"], turns, row["label"], row["source"], bool(row["conversational"]))
+    return prompt, row["prompt_ids"], Completion(*_of_tokens(row), *rest)
 
 
 # ---------------------------------------------------------------- rollout log
@@ -435,7 +419,7 @@ class RolloutLog:
             longest = max((len(one.completion.token_ids) for one in rollouts), default=0)
             size = 1 + SHARD_TOKENS // (1 + longest)
             for number, part in enumerate(chunks(rollouts, size) or [[]]):
-                _write_shard(shard_path(temporary, number, LOG_SUFFIX), ROLLOUTS_SCHEMA, part)
+                _write_shard(shard_path(temporary, number).with_suffix(LOG_SUFFIX), ROLLOUTS_SCHEMA, part)
             pa.default_memory_pool().release_unused()
             write_pool(temporary / POOL, pool)
             write_index(temporary, {"policy": policy, "scorer": scorer})
@@ -459,9 +443,10 @@ class RolloutLog:
 def write_drawn(folder: Path, drawn: dict[int, Drawn]) -> None:
     """Write the generations sampled for several steps to `folder`, as a part of a checkpoint."""
     for step, one in drawn.items():
-        write_generations(_folder_of(folder, step), 0, one.generations)
-        write_pool(_folder_of(folder, step) / POOL, one.pool)
-        write_index(_folder_of(folder, step), {"policy": one.policy})
+        place = _folder_of(folder, step)
+        write_generations(place, 0, one.generations)
+        write_pool(place / POOL, one.pool)
+        write_index(place, {"policy": one.policy})
 
 
 def read_drawn(folder: Path) -> dict[int, Drawn]:
