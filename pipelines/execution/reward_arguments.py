@@ -12,9 +12,7 @@ from pydantic import BaseModel
 from rlhf_core.config.data import Files
 from rlhf_core.config.models import LoraConfig
 from rlhf_core.config.rewards import FunctionReward
-from rlhf_core.data.sources import read
 from rlhf_core.errors import ConfigError
-from rlhf_core.rewards.protocols import check_arguments
 from rlhf_core.stage.key import StageSpec
 from rlhf_core.types import label_fields
 from rlhf_core.user_code.signatures import parameters_of
@@ -37,6 +35,8 @@ def check_stages(specs: Sequence[StageSpec], all_specs: Sequence[StageSpec]) -> 
 
 
 def _check_function(term: FunctionReward, path: str, specs: Sequence[StageSpec]) -> None:
+    from rlhf_core.rewards.protocols import check_arguments  # imports numpy, which other plans do without
+
     parameters = parameters_of(term.function, key=f"{path}.function")
     if parameters is None:
         return
@@ -71,6 +71,8 @@ def _parts(value: Any, path: str) -> Iterator[tuple[str, BaseModel]]:
 
 def _fields(specs: Sequence[StageSpec]) -> Collection[str] | None:
     """Fields that labels may have, from the first rows of all sources; None if they are not known."""
+    from rlhf_core.data.sources import read  # imports pyarrow
+
     found = set[str]()
     data = [spec.config.data for spec in specs if isinstance(spec.config, PrepareDataConfig)]
     if not data or any(spec.name in OTHER_PROMPTS for spec in specs):
