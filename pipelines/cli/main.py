@@ -294,13 +294,7 @@ def _parser() -> argparse.ArgumentParser:
         return verbs.add_parser(name, description=text)
 
     _start_verbs(command)
-    up = command("up", "Start Prefect, MLflow and the deployments on 127.0.0.1.")
-    up.add_argument("--foreground", action="store_true", help="stay in the foreground and supervise until Ctrl-C")
-    _deploy_verb(command("deploy", "Make a deployment of a profile: a form of four fields on Prefect's page."))
-    _worker_verb(command("worker", "Run what is scheduled in a work pool of Prefect, until it is stopped."))
-    down = command("down", "Stop the services that `rlhf up` started.")
-    down.add_argument("--yes", action="store_true", help="do not ask if runs are in progress")
-    status = command("status", "Show the services and their addresses; exit with 1 if one does not respond.")
+    status = _service_verbs(command)
     _scaffold_verb(command("scaffold", "Write the files with which a place runs profiles: Slurm, Kubernetes, ..."))
     _run_verb(command("run", "Run a pipeline on this machine; finished stages are reused."))
     text = "Run the whole graph of a profile with tiny models and few rows; list problems."
@@ -339,6 +333,17 @@ def _parser() -> argparse.ArgumentParser:
         _json_option(verb)
     parser.description = "\n\n".join([DESCRIPTION, *_grouped(texts), EXAMPLES, EPILOG])
     return parser
+
+
+def _service_verbs(command: Callable[[str, str], argparse.ArgumentParser]) -> argparse.ArgumentParser:
+    """Add the verbs of services and deployments; return that of `status`, which can print JSON."""
+    up = command("up", "Start Prefect, MLflow and the deployments on 127.0.0.1.")
+    up.add_argument("--foreground", action="store_true", help="stay in the foreground and supervise until Ctrl-C")
+    _deploy_verb(command("deploy", "Make a deployment of a profile: a form of four fields on Prefect's page."))
+    _worker_verb(command("worker", "Run what is scheduled in a work pool of Prefect, until it is stopped."))
+    down = command("down", "Stop the services that `rlhf up` started.")
+    down.add_argument("--yes", action="store_true", help="do not ask if runs are in progress")
+    return command("status", "Show the services and their addresses; exit with 1 if one does not respond.")
 
 
 def _run_verb(run: argparse.ArgumentParser) -> None:

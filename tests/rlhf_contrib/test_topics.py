@@ -15,10 +15,8 @@ from rlhf_core.config.agents import AgentConfig
 from rlhf_core.config.data import ArithmeticWorld, InstructionsWorld, MixedWorlds, SupportWorld
 from rlhf_core.errors import ConfigError
 from rlhf_core.moved import MOVED
-from rlhf_core.stage.decision import changed_modules
 from rlhf_core.stage.key import key_payload, stage_code
 from rlhf_core.store.fingerprint import canonical_json, module_digests, sha256_text
-from stages.config.evaluate_harness import HarnessSuite
 from stages.config.generate import GenerateConfig
 from stages.config.prepare_data import PrepareDataConfig
 from stages.table import STAGES
@@ -130,18 +128,6 @@ def test_the_modules_of_a_package_that_moved_have_former_names_too(former, prese
     with pytest.warns(FutureWarning, match="the former name works until 0.4") as said:
         module = importlib.import_module(former)
     assert module is importlib.import_module(present) and len(said) == 1
-
-
-def test_a_change_in_the_topic_of_a_stage_is_noted_like_one_in_the_core():
-    suite = HarnessSuite(name="science", tasks=("arc_easy",))
-    spec = STAGES["evaluate_harness"].spec(suite, {}, label="science", seed=0, engines={})
-    code = stage_code(spec)
-    assert (
-        code["rlhf_contrib.harness.tasks"] == module_digests("rlhf_contrib.harness.tasks")["rlhf_contrib.harness.tasks"]
-    )
-    assert {"rlhf_contrib.harness.stage", "rlhf_core.suites.results"} <= set(code)
-    before = code | {"rlhf_contrib.harness.tasks": "0" * 64}
-    assert changed_modules(before, code) == ["rlhf_contrib.harness.tasks"]
 
 
 def test_the_code_of_a_world_is_in_the_key_of_the_stage_that_makes_its_data():
