@@ -6,7 +6,6 @@ import argparse
 import errno
 import importlib
 import importlib.util
-import io
 import os
 import signal
 import sys
@@ -17,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 from pipelines.cli.extras import PACKAGE, check_needs, remedy
+from pipelines.cli.streams import leave_output, open_standard_streams, output_fails
 from rlhf_core.errors import DiskFullError, RlhfError, nearest
 from rlhf_core.processes.large_imports import skip_last_collections
 from rlhf_core.secrets.redaction import without_secrets
@@ -108,25 +108,25 @@ WHEN_PLANNED = "rlhf_contrib.planner.verb:warn_of_memory"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status, one of the constants above. Errors are printed in one line."""
-    _open_standard_streams()
+    open_standard_streams()
     try:
         try:
             return _run(arguments)
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
-        _leave_output()
+        leave_output()
         return EXIT_PIPE
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
             raise
-        if not _output_fails():
+        if not output_fails():
             if error.errno == errno.EIO:
                 raise
             place = error.filename or "a file"
             sys.stderr.write(f"{place}: {error.strerror}; free space, and run the same command again\n")
             return EXIT_UNWRITTEN
-        _leave_output()
+        leave_output()
         sys.stderr.write(f"standard output: {error.strerror}; write to another place, and run the command again\n")
         return EXIT_UNWRITTEN
 
@@ -165,32 +165,6 @@ def _run(arguments: Sequence[str] | None) -> int:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _open_standard_streams() -> None:
-    """Give a command that was started without standard streams (`>&-`) ones that lead nowhere.
-
-    Python has None for them, and the next file to be opened, such as a database, would get their number.
-    """
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        if getattr(sys, name) is None:
-            os.dup2(os.open(os.devnull, os.O_RDWR), number)
-            stream = io.TextIOWrapper(io.FileIO(number, "w" if number else "r", closefd=False), encoding="utf-8")
-            setattr(sys, name, stream)
-
-
-def _output_fails() -> bool:
-    """Return whether it is standard output that cannot be written, by writing a byte."""
-    try:
-        os.write(sys.stdout.fileno(), b"\n")
-    except OSError:
-        return True
-    return False
-
-
-def _leave_output() -> None:
-    """Send the rest of standard output nowhere, which the interpreter would fail to write when it ends."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def show_warnings() -> None:

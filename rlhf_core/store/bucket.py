@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from rlhf_core.processes.identity import here
 from rlhf_core.store.checkpoint_parts import Parts
@@ -38,6 +38,7 @@ from rlhf_core.store.layout import (
 )
 from rlhf_core.store.node_cache import NodeCache
 from rlhf_core.store.object_check import object_damage
+from rlhf_core.store.object_server import PATIENCE_S, RETRY_S, ObjectServer, repeat
 from rlhf_core.store.protocol import (
     Conflict,
     Damaged,
@@ -58,8 +59,6 @@ GRACE_S = 86_400.0
 """Longer than any listing is outdated, and than a node may take from the upload of an object to its record."""
 TRIES = 3
 """Downloads with a wrong checksum after which this node reports damage."""
-PATIENCE_S, RETRY_S = 180.0, 2.0
-"""How long a request is repeated while the server does not answer, and the pause between two tries."""
 THREADS = 16
 FRESH_S = 1.0
 """How old a listing may be that a snapshot uses."""
@@ -71,31 +70,6 @@ _REMOVED = {"removed": True}
 """A removed table. Servers cannot delete on a condition, so this value takes its place."""
 _NO_OBJECT: dict[str, Any] = {"live": "", "pending": [], "aside": [], "condemned": False}
 """The table of an object that is not in the store."""
-
-
-class ObjectServer(Protocol):
-    """The requests that a store needs. Each may raise Unreachable, also after it was carried out."""
-
-    def get(self, name: str) -> tuple[bytes, str, float]:
-        """Content, version and time of the last write. Raises FileNotFoundError."""
-
-    def put(self, name: str, content: bytes, expected: str | None) -> str:
-        """Write if the name is at version `expected` (None: if it does not exist). Raises Conflict."""
-
-    def list(self, prefix: str) -> Iterator[tuple[str, str, float, int]]:
-        """Name, version, time of the last write and size of everything below a prefix. May be outdated."""
-
-    def upload(self, name: str, path: Path) -> None:
-        """Store a file."""
-
-    def download(self, name: str, path: Path) -> None:
-        """Write the content to a file. Raises FileNotFoundError."""
-
-    def delete(self, name: str) -> None:
-        """Unconditional; the name may not exist."""
-
-    def touch(self, name: str) -> float:
-        """Write an empty object and return the time of the server."""
 
 
 class BucketStore:
@@ -641,19 +615,6 @@ class BucketStore:
     def _again(self, request: Callable[[], T]) -> T:
         """Repeat a request for as long as a stage can wait for the bucket."""
         return repeat(request, PATIENCE_S)
-
-
-def repeat(request: Callable[[], T], patience_s: float) -> T:
-    """Repeat a request that changes nothing, or may be carried out twice, while the server does not answer."""
-    deadline = time.monotonic() + patience_s
-    while True:
-        try:
-            return request()
-        except Unreachable as error:
-            if time.monotonic() > deadline:
-                raise
-            logger.warning("%s; trying again", error)
-            time.sleep(min(RETRY_S, patience_s))
 
 
 # ---------------------------------------------------------------- private

@@ -10,10 +10,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.store.bucket import BucketStore, ObjectServer
+from rlhf_core.store.bucket import BucketStore
 from rlhf_core.store.disk import DiskStore
 from rlhf_core.store.fingerprint import FileEntry
 from rlhf_core.store.layout import mark_schema, move_aside, object_of, read_json, remove_tree
+from rlhf_core.store.object_server import ObjectServer
 from rlhf_core.store.protocol import DamagedTable, Gone, StoredTable
 
 File = tuple[dict[str, Any], float]

@@ -6,11 +6,12 @@ from pathlib import Path
 
 from rlhf_core.errors import ConfigError
 from rlhf_core.store.addresses import SCHEMES, check_address
-from rlhf_core.store.bucket import BucketStore, repeat
+from rlhf_core.store.bucket import BucketStore
 from rlhf_core.store.disk import DiskStore
 from rlhf_core.store.earlier import EarlierBucketStore, EarlierDiskStore
 from rlhf_core.store.fingerprint import sha256_text
 from rlhf_core.store.layout import MARKER, SCHEMA, cache_folder, read_json, write_text
+from rlhf_core.store.object_server import repeat
 
 PROBE_PATIENCE_S = 10.0
 """How long the first requests to a bucket are repeated. Its address may be wrong."""

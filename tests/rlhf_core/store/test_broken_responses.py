@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.store import bucket
+from rlhf_core.store import bucket, object_server
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.opening import store_root
 from tests.support.faulty_proxy import FaultyProxy, faulty
@@ -32,7 +32,8 @@ def proxy(server, monkeypatch) -> Iterator[FaultyProxy]:
     with faulty(server) as one:
         for name, value in environment(one.address).items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr(bucket, "RETRY_S", 0.05)
+        for module in (bucket, object_server):
+            monkeypatch.setattr(module, "RETRY_S", 0.05)
         yield one
 
 
