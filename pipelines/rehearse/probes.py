@@ -80,7 +80,8 @@ OTHERS = (
     "First one thing, then another, and in the end a third. " * 8,
 )
 _LAST_NUMBER = re.compile(r"-?\d+(?!.*\d)", re.DOTALL)
-_LACKS = re.compile(r"missing \d+ required .*argument")
+_LACKS = re.compile(r"missing \d+ required .*argument|nothing gives its parameter")
+"""What Python says of a call without an argument, and what a plan says of a function before it is called."""
 
 
 @dataclass(frozen=True)
