@@ -42,6 +42,8 @@ FINISHED = ("prepare_data", "sft")
 KILLED = "ppo"
 VERBS = 4
 """Verbs that look at each damaged store: some of them mend it, which the next ones then see."""
+TABLES = "tables"
+"""The folder of a store whose files begin with a line that is the checksum of the rest."""
 GONE = 2**22 + 1
 """The number of a process that no machine has: the kernel's largest is 2**22."""
 
@@ -85,7 +87,9 @@ class Target:
         elif kind == 1:
             path.write_bytes((self._sound / rng.choice(self._files)).read_bytes())
         elif kind < 5 and path.suffix == ".json":
-            path.write_bytes(written(json.dumps(changed(json.loads(sound), rng))).encode())
+            checksum, _, table = sound.rpartition(b"\n") if TABLES in name.parts else (b"", b"", sound)
+            text = written(json.dumps(changed(json.loads(table), rng)))
+            path.write_bytes(checksum + b"\n" * bool(checksum) + text.encode())
         elif kind == 5 and path.suffix == ".json":
             path.write_bytes(written(json.dumps(odd(rng))).encode())
         else:

@@ -151,7 +151,8 @@ class DiskStore:
     def add(self, digest: str, folder: Path, files: Files) -> None:
         """Move the folder into the store, under the lock.
 
-        A stored object that is damaged goes to quarantine, and this one takes its place.
+        A stored object that is damaged goes to quarantine, and this one takes its place. Raises Gone if the folder lacks
+        files, because a process that took the key over has removed them.
         """
         target = self._object(digest)
         manifest = {"schema": 1, "files": {path: asdict(entry) for path, entry in files.items()}}
@@ -163,6 +164,10 @@ class DiskStore:
                 self.set_aside(digest)
             if target.exists():
                 os.utime(target)  # young again: no collection removes it before its record is written
+            elif missing := [path for path in files if not (folder / path).is_file()]:
+                remove_tree(folder)
+                remedy = "run again: another process has removed what this one made"
+                raise Gone("artifact", digest[:12], f"its file {missing[0]} is not in {folder}", remedy)
             else:
                 move(folder, target)
                 fsync_path(target.parent)

@@ -150,7 +150,11 @@ class Lease:
         `when_added` is called between the two.
         """
         while True:
-            self.store.add(digest, out, files)
+            try:
+                self.store.add(digest, out, files)
+            except Gone:
+                self.check()  # raises Lost if another process, which has taken the lease over, removed the folder
+                raise
             try:
                 when_added()
                 table = self.update(lambda value: _without(value, "aside") | {"record": dict(record)}, refers=[digest])
