@@ -5,7 +5,7 @@ Each class is also the standard exception that it replaces, so callers may catch
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, overload
 
 from rlhf_core.secrets.redaction import without_secrets
@@ -111,12 +111,15 @@ def side(name: str) -> tuple[str, str]:
     return (found["stem"], _SIDES.get(found["side"].lower(), found["side"])) if found else (name, "")
 
 
-def of_its_side(name: str, names: Iterable[str]) -> list[str]:
-    """The names that may be meant by a misspelled one: `response_b` is neither `response1` nor `response`.
+def of_its_side(name: str, names: Collection[str]) -> list[str]:
+    """The names that may be meant by a misspelled one: where there are both sides, `response_b` is not `response1`.
 
     >>> of_its_side("response_b", ["response", "response1", "response2"]), of_its_side("respons", ["response"])
     (['response2'], ['response'])
     """
+    sides = {side(one) for one in names}
+    if not any((stem, "1") in sides and (stem, "2") in sides for stem, _ in sides):
+        return list(names)
     return [one for one in names if side(one)[1] == side(name)[1]]
 
 

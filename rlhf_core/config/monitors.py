@@ -89,8 +89,8 @@ def is_named(metric: str, known: Iterable[str]) -> bool:
 def remedy_of(metric: str, known: Collection[str], *, shown: int = 40) -> str:
     """Return the remedy for a metric that is not in `known`: the nearest name, or all of them.
 
-    >>> remedy_of("reward/maen", ["kl/k3", "reward/mean"])
-    'did you mean reward/mean?'
+    >>> remedy_of("kl/k4", ["kl/k3", "reward/mean"])
+    'did you mean kl/k3?'
     """
     near = nearest(metric, list(known))
     if near.startswith("did you mean"):
