@@ -85,7 +85,7 @@ class Clock:
             seconds = self._clock.read() - began - (self._in_fixtures - inner)
             self._in_fixtures += seconds
             self._fixtures[fixturedef.argname] += seconds
-            if fixturedef.scope == "session" or fixturedef.argname in self._sharing:
+            if fixturedef.argname in self._sharing:
                 self._shared.add(fixturedef.argname)
 
     @pytest.hookimpl(wrapper=True)
