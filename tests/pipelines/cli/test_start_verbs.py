@@ -69,7 +69,7 @@ def test_the_schema_is_printed_alone(capsys):
 @pytest.mark.parametrize(
     ("typed", "offered"),
     [
-        ("rlhf re", ["reconcile", "reject", "reproduce", "resume"]),
+        ("rlhf re", ["reconcile", "rehearse", "reject", "reproduce", "resume"]),
         ("rlhf plan tiny/rl", ["tiny/rlvr"]),
         ("rlhf explain ppo --profile tiny/f", ["tiny/full"]),
         ("rlhf completion z", ["zsh"]),
