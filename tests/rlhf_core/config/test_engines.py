@@ -86,7 +86,10 @@ def test_only_a_train_worker_that_shares_a_gpu_may_sleep():
         ({"gpus_per_train_worker": 2}, "less than or equal to 1"),
         ({"gpus_per_engine": 1.5}, "above 1 it must be a whole number"),
         ({"gpus_per_engine": 1, "sampler": TWO}, r"tensor_parallel = 2: runtime\.gpus_per_engine = 1 is smaller"),
-        ({"gpus_per_train_worker": 0.5, "gpus_per_engine": 0.5, "sampler": TWO}, "which it then does not share"),
+        (
+            {"gpus_per_train_worker": 0.5, "gpus_per_engine": 0.5, "sampler": TWO},
+            "train_workers = 1: engines of several GPUs",
+        ),
         ({"pools": {"a": {"roles": ["reference"]}, "b": {"roles": ["reference"]}}}, "pools.a.roles = 'reference'"),
         ({"pools": {"a": {"roles": ["policy"]}}}, "Input should be 'reference'"),
         ({"pools": {"a": {"roles": []}}}, "at least 1 item"),
