@@ -26,3 +26,11 @@ def load_tokenizer(folder: Path) -> Any:
         rule = "has no tokenizer_config.json"
         raise ConfigError("tokenizer", str(folder), rule, "give a complete model folder")
     return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+
+
+def load_part(auto: Any, source: str, options: dict[str, Any]) -> Any:
+    """The configuration or tokenizer (`auto` is AutoConfig or AutoTokenizer) of a folder, a GGUF file or a model of the Hub.
+
+    `options` locate it: `gguf_file`, `revision`.
+    """
+    return auto.from_pretrained(source, trust_remote_code=False, **options)

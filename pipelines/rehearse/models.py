@@ -15,6 +15,7 @@ from transformers import (
 from rlhf_core.config.models import PretrainedModel
 from rlhf_core.errors import ConfigError
 from rlhf_core.models.packages import local_folder
+from rlhf_core.pretrained import load_part
 
 HEADS, HEAD_DIM, LAYERS = 4, 32, 2
 """vLLM on a CPU needs heads of width 32, 64 or more."""
@@ -107,8 +108,8 @@ def write_tiny(
     options: dict[str, Any],
 ) -> None:
     """Write a model of `kind` with the small sizes, and the tokenizer of `source`."""
-    config = AutoConfig.from_pretrained(source, trust_remote_code=False, **options)
-    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, **options)
+    config = load_part(AutoConfig, source, options)
+    tokenizer = load_part(AutoTokenizer, source, options)
     shrink(config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
