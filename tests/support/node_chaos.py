@@ -1,14 +1,17 @@
-"""Compute results on a store while others are killed: `python -m tests.support.node_chaos STORE LOGS NODE SEED SKEW COUNT`.
+"""Compute results on a store while others are killed: `python -m tests.support.node_chaos STORE LOGS NODE SEED SKEW ROUNDS`.
 
-Leases are short. A line in NODE.log says what came of each result. If the store is in a bucket, each process is a node with
-a cache in LOGS/NODE, and collects now and then.
+Leases are short. NODE.begun has a character for each result begun, and a line in NODE.log says what came of it. All nodes
+compute the results of a round, each in its own order. ROUNDS = 0: until the file LOGS/enough exists at the end of a round.
+If the store is in a bucket, each process is a node with a cache in LOGS/NODE, and collects now and then.
 """
 
+import itertools
 import logging
 import os
 import random
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from rlhf_core.errors import ArtifactError
@@ -20,6 +23,8 @@ from tests.support.toy_stage import ToyConfig, run_toy, toy_spec
 TTL_S, BEAT_S = 8.0, 1.0
 GRACE_S = 25.0
 STEPS = 4
+ROUND = 6
+"""Results in a round."""
 _TRIES = 8
 
 
@@ -34,7 +39,7 @@ def open_node(place: str, logs: Path, node: str) -> ArtifactStore:
     return ArtifactStore(store_root(place))
 
 
-def run_number(store: ArtifactStore, number: int, seconds_a_step: float = 0.1) -> tuple[str, str]:
+def run_number(store: ArtifactStore, number: int, seconds_a_step: float = 0.2) -> tuple[str, str]:
     """Run the stage with this number; returns the action and what the result says."""
     ref, decision = run_toy(store, toy_spec(ToyConfig(kl_coef=number, steps=STEPS, seconds_a_step=seconds_a_step)))
     return decision.action, (store.path(ref) / "total.txt").read_text().strip()
@@ -45,14 +50,24 @@ def expected(number: int) -> str:
     return f"{float(10 * number + 28)}"
 
 
-def main(place: str, logs: str, node: str, seed: str, skew: str, count: str) -> None:
+def numbers(order: random.Random, logs: Path, rounds: int) -> Iterator[int]:
+    """The results to compute: those of each round in random order."""
+    for first in itertools.count(0, ROUND):
+        yield from order.sample(range(first, first + ROUND), ROUND)
+        if first == (rounds - 1) * ROUND or (not rounds and (logs / "enough").exists()):
+            return
+
+
+def main(place: str, logs: str, node: str, seed: str, skew: str, rounds: str) -> None:
     """Run all stages, in an order of this process, with a clock that is wrong by `skew` seconds."""
     logging.basicConfig(level=logging.ERROR)
     now = time.time
     time.time = lambda: now() + float(skew)
-    log, source = Path(logs) / f"{node}.log", random.Random(seed)
+    log, begun, source = Path(logs) / f"{node}.log", Path(logs) / f"{node}.begun", random.Random(seed)
     store = open_node(place, Path(logs), node)
-    for number in source.sample(range(int(count)), int(count)):
+    for number in numbers(source, Path(logs), int(rounds)):
+        with begun.open("a") as stream:
+            stream.write(".")
         said = ""
         for _ in range(_TRIES):
             try:
