@@ -34,6 +34,7 @@ ENDS = (
         "<｜end▁of▁sentence｜>",
     ),
     *("<|END_OF_TURN_TOKEN|>", "<end_of_utterance>", "<|endoftext|>"),
+    *("<|user|>", "<|observation|>"),
 )
 """End-of-turn tokens of current models; a policy's folder declares its own."""
 

@@ -28,7 +28,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from rlhf_core.data.chat_templates import CHATML, SHIPPED, Decoder, declared_ends, other_opening, vocabulary_rows
+from rlhf_core.data.chat_templates import (
+    CHATML,
+    SHIPPED,
+    Decoder,
+    declared_ends,
+    other_opening,
+    shipped_for,
+    vocabulary_rows,
+)
 from rlhf_core.data.pieces import Ids, continued, difference, encode_all, following, marks_beginning
 from rlhf_core.data.token_bounds import TokenBounds, token_bounds
 from rlhf_core.errors import ConfigError, DataError, explain
@@ -580,6 +588,8 @@ class ChatTemplate:
         if not found:
             rule = f"the chat template ends an answer with {answer[-30:]!r}, which contains no EOS token"
             remedy = "make the end-of-turn token the tokenizer's eos_token, or give another chat template"
+            if shipped := shipped_for(str(self.tokenizer.chat_template)):
+                remedy = f'set prepare_data.chat_template = "{shipped}", in which each answer ends with such a token'
             rule = f"{rule}: sampling would not stop"
             raise ConfigError("eos_token", self.tokenizer.eos_token, rule, remedy)
         return found[0]

@@ -1,9 +1,10 @@
 """Templates for models whose own one has no exact loss masks; which tokens are turns, and which are an answer's own.
 
-A template may rewrite earlier turns (it drops their reasoning, say): each answer is then an example of its own. What
-cannot be trained on is a template that asks for an answer with other text than it shows one with: the policy would be
-trained on tokens that follow another prompt than the sampler's. For these models there is a template here, by name:
-`prepare_data.chat_template = "deepseek_r1"`. Reasoning stays in the answers, where `<think>` is the policy's own token.
+A template may rewrite earlier turns (it drops their reasoning, say): each answer is then an example of its own. Two kinds
+of templates cannot be trained on. One asks for an answer with other text than it shows one with: the policy would be
+trained on tokens that follow another prompt than the sampler's. The other writes no token at the end of an answer. For
+models with such templates there is one here, by name: `prepare_data.chat_template = "deepseek_r1"`. Reasoning stays in the
+answers, where `<think>` is the policy's own token.
 """
 
 import contextlib
@@ -34,13 +35,43 @@ NEMOTRON_3 = (
 )
 """Nemotron 3. Its own template opens a reasoning on a new line, and shows an answer without one as `<think></think>`."""
 
+GLM_4_5 = (
+    "[gMASK]<sop>{% if tools %}{{ '<|system|>\\n# Tools\\n\\n"
+    "You may call one or more functions to assist with the user query.\\n\\n"
+    "You are provided with function signatures within <tools></tools> XML tags:\\n<tools>\\n' }}"
+    "{% for tool in tools %}{{ tool | tojson(ensure_ascii=False) + '\\n' }}{% endfor %}{{ '</tools>\\n\\n"
+    "For each function call, output the function name and arguments within the following XML format:\\n"
+    "<tool_call>{function-name}\\n<arg_key>{arg-key-1}</arg_key>\\n<arg_value>{arg-value-1}</arg_value>\\n"
+    "<arg_key>{arg-key-2}</arg_key>\\n<arg_value>{arg-value-2}</arg_value>\\n...\\n</tool_call>' }}{% endif %}"
+    "{% set quiet = enable_thinking is defined and not enable_thinking %}"
+    "{% for message in messages %}{% set content = message['content'] or '' %}"
+    "{% set before = messages[loop.index0 - 1]['role'] if loop.index0 else '' %}"
+    "{% if message['role'] == 'system' %}{{ '<|system|>\\n' + content }}"
+    "{% elif message['role'] == 'user' %}{{ ('' if before == 'assistant' else '<|user|>') + '\\n' + content }}"
+    "{{ '/nothink' if quiet and not content.endswith('/nothink') }}"
+    "{% elif message['role'] == 'assistant' %}{{ '<|assistant|>\\n' + ('' if '</think>' in content else '<think></think>') }}"
+    "{{ content if '</think>' in content else '\\n' + content if content }}"
+    "{% for call in message['tool_calls'] or [] %}{{ '\\n<tool_call>' + call['function']['name'] + '\\n' }}"
+    "{% for key, value in call['function']['arguments'].items() %}{{ '<arg_key>' + key + '</arg_key>\\n<arg_value>' }}"
+    "{{ (value if value is string else value | tojson(ensure_ascii=False)) + '</arg_value>\\n' }}{% endfor %}"
+    "{{ '</tool_call>' }}{% endfor %}{{ '<|observation|>' if message['tool_calls'] else '<|user|>' }}"
+    "{% elif message['role'] == 'tool' %}{{ '' if before in ['assistant', 'tool'] else '<|observation|>' }}"
+    "{{ '\\n<tool_response>\\n' + content + '\\n</tool_response>' }}"
+    "{% else %}{{ raise_exception('no turns of the role ' + message['role']) }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' + ('\\n<think></think>' if quiet else '') }}{% endif %}"
+)
+"""GLM-4.5, with tools. Its own template ends no turn: the token that opens the next one is what the policy stops at
+(`<|user|>`, after calls `<|observation|>`). Here each answer ends with it, the last one, too."""
+
 CHATML = "chatml"
 """Name of the template for tokenizers without one."""
-SHIPPED = {"deepseek_r1": DEEPSEEK_R1, "nemotron_3": NEMOTRON_3}  # name in `prepare_data.chat_template` -> template
+SHIPPED = {"deepseek_r1": DEEPSEEK_R1, "nemotron_3": NEMOTRON_3, "glm_4_5": GLM_4_5}
+"""Name in `prepare_data.chat_template` -> template."""
 
 _MARKS = {
     "deepseek_r1": ("<｜User｜>", "<｜Assistant｜>"),
     "nemotron_3": ("<|im_start|>", "<|im_end|>", "<think></think>"),
+    "glm_4_5": ("[gMASK]<sop>", "<|user|>", "<|observation|>", "<arg_key>", "<think></think>"),
 }
 """The tokens that a template here writes: a model's own one must have all of them."""
 

@@ -38,6 +38,12 @@ def test_a_template_that_asks_with_other_text_than_it_shows_is_refused_and_ours_
     assert (outcome(SHIPPED[shipped], PLAIN), outcome(SHIPPED[shipped], REASONED)) == (ONE, ONE)
 
 
+def test_a_template_that_ends_no_answer_is_refused_and_ours_is_named() -> None:
+    own = SHIPPED["glm_4_5"].replace("{{ '<|observation|>' if message['tool_calls'] else '<|user|>' }}", "")
+    assert 'set prepare_data.chat_template = "glm_4_5"' in outcome(own, PLAIN)
+    assert (outcome(SHIPPED["glm_4_5"], PLAIN), outcome(SHIPPED["glm_4_5"], REASONED)) == (ONE, ONE)
+
+
 def test_each_answer_is_trained_once_after_the_prompt_of_the_sampler() -> None:
     made = tokenizer(HABITS["drops earlier reasoning, adds an empty one"])
     chat = ChatTemplate(made, ends=end_ids(made))

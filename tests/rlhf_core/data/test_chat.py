@@ -9,6 +9,7 @@ import pytest
 from tokenizers import AddedToken
 
 from rlhf_core.data.chat import CHATML_LIKE, ChatTemplate, answer_message
+from rlhf_core.data.chat_templates import SHIPPED
 from rlhf_core.data.shards import plain_messages
 from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.types import ActionSpan, Message, TokenSample
@@ -269,6 +270,40 @@ def test_a_call_may_end_with_another_declared_end_token(chat_folder):
     ]
     with pytest.raises(ConfigError, match="the end of the turn of a tool call"):  # not declared
         ChatTemplate(tokenizer).conversation(TALK, max_length=4096)
+
+
+GLM_ENDS = ("<|user|>", "<|observation|>")
+
+
+def glm(folder: Path, template: str) -> ChatTemplate:
+    """A tokenizer with the tokens of GLM-4.5 and `template`."""
+    tokenizer = ChatTemplate.load(folder).tokenizer
+    tokens = ("[gMASK]", "<sop>", "<|system|>", "<|assistant|>", *GLM_ENDS)
+    tokenizer.add_tokens([AddedToken(token, special=True) for token in tokens])
+    tokenizer.chat_template = template
+    return ChatTemplate(tokenizer, ends=[tokenizer.convert_tokens_to_ids(end) for end in GLM_ENDS])
+
+
+def test_an_answer_and_a_call_of_glm_end_with_the_token_that_opens_the_next_turn(chat_folder):
+    calling = glm(chat_folder, SHIPPED["glm_4_5"])
+    sample = conversation(calling, *TALK)
+    assert [golden(calling, span) for span in trained_spans(calling, sample)] == [
+        "\n<think></think>\nI add.\n<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>12</arg_value>\n</tool_call><|observation|>",
+        "\n<think></think>\n<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>30</arg_value>\n</tool_call><|observation|>",
+        "\n<think></think>\nIt is 42.<|user|>",
+    ]
+    for at, message in enumerate(TALK):
+        if message.role == "assistant":
+            prompt = calling.prompt_ids(TALK[:at])
+            assert sample.token_ids[: len(prompt)] == prompt
+    assert golden(calling, calling.turn_ids(TALK[2:3])) == "\n<tool_response>\n42\n</tool_response><|assistant|>"
+    assert golden(calling, calling.turn_ids([THANKS])) == "\nThank you.<|assistant|>"
+
+
+def test_the_own_template_of_glm_ends_no_answer_and_is_refused_with_the_name_of_one_that_does(chat_folder):
+    own = SHIPPED["glm_4_5"].replace("{{ '<|observation|>' if message['tool_calls'] else '<|user|>' }}", "")
+    with pytest.raises(ConfigError, match=r'contains no EOS token.*set prepare_data.chat_template = "glm_4_5"'):
+        glm(chat_folder, own)
 
 
 @pytest.mark.parametrize(

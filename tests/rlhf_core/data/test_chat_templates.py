@@ -17,7 +17,7 @@ def test_a_shipped_template_is_found_by_the_tokens_of_the_models_own(name):
 @pytest.mark.parametrize(
     "template",
     [
-        "[gMASK]<sop>{{ '<|user|>' }}{{ '<|assistant|>\\n<think></think>\\n' }}",  # as GLM-4.5
+        "[gMASK]<sop>{{ '<|user|>' }}{{ '<|assistant|>\\n<think></think>\\n' }}",  # another template of GLM
         "{{'<｜User｜>' + text}}{{'<｜Assistant｜>'}}{%- if thinking %}{{'<think>'}}{%- else %}{{'</think>'}}{%- endif %}",
         "{{ '<｜Assistant｜>' }}",
     ],
