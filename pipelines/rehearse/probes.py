@@ -237,6 +237,11 @@ def rewards_judging(node: Node) -> dict[str, RewardsConfig]:
     return found
 
 
+def as_written(term: Probed) -> str:
+    """The function of a term, or its type if it has none."""
+    return term.function if isinstance(term, FunctionReward) else term.type
+
+
 def probe_term(
     key: str,
     term: Probed,
@@ -270,7 +275,7 @@ def probe_term(
             kind,
             explain(
                 key,
-                getattr(term, "function", term.type),
+                as_written(term),
                 f"fails: {text[-300:]}",
                 remedy,
             ),
@@ -283,7 +288,7 @@ def probe_term(
             REWARD_FAILS,
             explain(
                 key,
-                getattr(term, "function", term.type),
+                as_written(term),
                 rule,
                 "mend it",
             ),
@@ -308,7 +313,7 @@ def check_values(
         REWARD_CONSTANT,
         explain(
             key,
-            getattr(term, "function", term.type),
+            as_written(term),
             said,
             remedy,
         ),

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from pipelines.execution.plan import plan
+from pipelines.execution.plan import PlannedStage, plan
 from pipelines.flows.profile import load_profile
 from rlhf_core.errors import ConfigError
 from rlhf_core.store.artifacts import ArtifactStore
@@ -24,16 +24,17 @@ partial = functools.partial(needs_difficulty, difficulty=1)
 """
 
 
-def planned(tmp_path, function: str, *overrides: str, data: str = "") -> None:
+def planned(tmp_path, function: str, *overrides: str) -> list[PlannedStage]:
     (tmp_path / "rewards.py").write_text(FUNCTIONS)
     term = f'{{type = "function", function = "{tmp_path}/rewards.py:{function}"}}'
     config = load_profile("tiny/rlvr", [f"ppo.rewards.terms = {{right = {term}}}", *overrides])
-    plan(config, ArtifactStore(tmp_path / "store"))
+    return plan(config, ArtifactStore(tmp_path / "store"))
 
 
 @pytest.mark.parametrize("function", ["takes_all", "has_a_default", "of_trl", "with_solution", "partial"])
 def test_a_function_that_gets_its_arguments_is_planned(tmp_path, function):
-    planned(tmp_path, function)
+    found = planned(tmp_path, function)
+    assert "ppo" in {stage.label for stage in found}
 
 
 @pytest.mark.parametrize(
