@@ -25,12 +25,12 @@ _SCALE_WORDS = (
 )
 _NUMBER = re.compile(r"[-+]?(?:\d+(?:[.,]\d+)?|[.,]\d+)(?:[eE][-+]?\d+)?")
 _CONTINUES = re.compile(
-    rf"[.,'’]\d|\s*[:=]\s*\d|(?!{_UNIT})[^\W_]|[^\S\n]*‰|[^\S\n]*[+×x=]\s*\d|[^\S\n]+\d"
+    rf"[.,'’]\d|\s*[:=]\s*\d|(?!{_UNIT})[^\W_]|[^\S\n]*‰|[^\S\n]*(?:[+×x=^÷→⇒]|[-=~]+>)\s*\d|[^\S\n]+\d"
     rf"|{_GAP}(?:(?:-+|—|~|±|\+/-)\s*|(?:to|or|and|bis|oder|à|ou)\s+)\d"
     r"|[^\S\n]*[,;|][^\S\n]*\d+(?:[.,]\d+)?[^\S\n]*(?:$|[\n.,;|)\]]|(?:and|or)\b)",
     re.IGNORECASE,
 )
-"""What makes a number longer, or one of several: `1,000.5`, `7th`, `7-8`, `7 or 8`, `1 000`, `7, 8`."""
+"""What makes a number longer, or one of several: `1,000.5`, `7th`, `7-8`, `7 -> 8`, `7 or 8`, `1 000`, `7, 8`."""
 _SCALE = re.compile(
     rf"(?:\n(?=[^\S\n]*(?:/|out\b)))?{_GAP}{_UNIT}?{_GAP}(?:[,;:—-]+(?=\D))?{_GAP}[\[(（]?{_GAP}"
     rf"(?:(?:i\.?\s?e\.?|that\s+is|meaning|which\s+is)[,:]?\s*)?(?:(?P<again>\d+(?:[.,]\d+)?)\s*{_UNIT}?{_GAP})?"

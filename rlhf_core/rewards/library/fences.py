@@ -47,7 +47,7 @@ def _fences(lines: list[str]) -> Iterator[Fence]:
         indent = re.sub(r"[^ \t>]", " ", marker[0] if marker else re.match(r"[ \t>]*", opening["before"])[0])  # type: ignore[index]
         end, last = _end(lines, at, opening["fence"], len(indent) + 3)
         body = [*lines[at:end], *last]
-        content = "".join(f"{line.removeprefix(indent)}\n" for line in body)
+        content = "".join(f"{line.removeprefix(indent)}\n" for line in body).removeprefix("\ufeff")  # a byte order mark
         yield Fence(_LANGUAGE.match(opening["info"])[1].lower(), textwrap.dedent(content))  # type: ignore[index]
         at = end if end < len(lines) and not last and _REOPENS.match(lines[end]) else end + 1
 

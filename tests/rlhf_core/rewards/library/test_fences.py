@@ -16,6 +16,7 @@ PROGRAM = "def f(x):\n    return x + 1\n"
         f"```Python\n{PROGRAM}```",
         f"```python3\n{PROGRAM}```",
         f"``` PY\n{PROGRAM}```",
+        f"```python\n\ufeff{PROGRAM}```",
         f"```{{.python}}\n{PROGRAM}```",
         f"```python title='a.py'\n{PROGRAM}```",
         f"```python:main.py\n{PROGRAM}```",
