@@ -76,7 +76,8 @@ def _function(spec: str) -> str:
     return spec
 
 
-def _http_address(url: str) -> str:
+def http_address(url: str) -> str:
+    """The URL of a server, unchanged. Raises ValueError if no client can use it."""
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"{hidden('url', url)!r}: must begin with http:// or https://; give the complete URL")
     try:
@@ -92,7 +93,7 @@ def _http_address(url: str) -> str:
 
 FunctionName: TypeAlias = Annotated[str, AfterValidator(_function)]
 """A function or class of the user."""
-HttpAddress: TypeAlias = Annotated[str, AfterValidator(_http_address)]
+HttpAddress: TypeAlias = Annotated[str, AfterValidator(http_address)]
 """The URL of a server."""
 LONGEST_S = 2_000_000
 """The longest timeout in seconds, 23 days: with a grace period added, its milliseconds fit into 31 bits, as poll() needs."""
