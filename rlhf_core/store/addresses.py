@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from rlhf_core.errors import ConfigError
 from rlhf_core.processes.identity import is_loopback
-from rlhf_core.schema.hosts import is_host
+from rlhf_core.schema.hosts import is_host, is_server
 from rlhf_core.secrets.redaction import shown
 
 SCHEMES = ("s3", "gs", "az")
@@ -73,8 +73,8 @@ def _host_of(name: str, endpoint: str) -> str:
     """The host of the S3 in the variable `name`. Raises ConfigError for an invalid address, on which the client panics."""
     try:
         parts = urlsplit(endpoint)
-        may_be = parts.port != 0 and is_host(parts.hostname or "")
-    except ValueError:  # as of http://[::1 or a port that is no number
+        may_be = is_server(parts.netloc)
+    except ValueError:  # as of http://[::1
         may_be = False
     if not may_be or not re.fullmatch(r"https?://[^\s/@?#]+(/[\x21-\x7e]*)?", endpoint):
         raise ConfigError(name, shown(endpoint), "is no address of a server", "write http://HOST:PORT or https://HOST")
