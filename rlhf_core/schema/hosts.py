@@ -26,13 +26,14 @@ def is_server(place: str) -> bool:
 
     >>> [is_server(place) for place in ("judge-1.example", "10.0.0.1:80", "[::1]:80")]
     [True, True, True]
-    >>> [is_server(place) for place in ("h:0", "h:65536", "x[::1]:80", "10.0.00.1")]
-    [False, False, False, False]
+    >>> [is_server(place) for place in ("h:0", "h:65536", "x[::1]:80", "10.0.00.1", "1.2.3.400.")]
+    [False, False, False, False, False]
     """
     found = re.fullmatch(r"(\[[^]]*:[^]]*\]|[^:[]*)(?::([0-9]{0,5}))?", place)
     if found is None or not is_host(host := found[1].strip("[]")) or not 0 < int(found[2] or 1) < 2**16:
         return False
-    if re.fullmatch(r"0x[0-9a-f]*|[0-9]+", host.lower().rpartition(".")[2]):  # clients take it for an IP address
+    last = host.lower().removesuffix(".").rpartition(".")[2]
+    if re.fullmatch(r"0x[0-9a-f]*|[0-9]+", last):  # clients take it for an IP address
         try:
             ipaddress.ip_address(host)
         except ValueError:
