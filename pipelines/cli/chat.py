@@ -19,6 +19,7 @@ from pipelines.services.running import ServiceError
 from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.config.runtime import HFSamplerConfig, RuntimeConfig
 from rlhf_core.errors import ConfigError
+from rlhf_core.schema.base import http_address
 from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import Message, PolicyRef, SamplingRequest
@@ -93,6 +94,10 @@ def served_answer(url: str, model: str, token_env: str, sampling: SamplingConfig
     The token is in the environment variable `token_env`; without one, the server of `rlhf serve` alone gets that of
     its file. Raises ServiceError.
     """
+    try:
+        http_address(url)
+    except ValueError as error:
+        raise ConfigError(f"policy = {error}") from None
     base = url.rstrip("/") if url.rstrip("/").endswith("/v1") else f"{url.rstrip('/')}/v1"
     # The token of our own server is for that process alone: any other address may be anybody's, also on this machine.
     note = None if token_env else serving(Home.here())

@@ -261,20 +261,28 @@ def print_decisions(rows: Sequence[tuple[str, Decision]], console: Console) -> N
         print_line(console, line)
 
 
-def _tree(rows: Sequence[tuple[Sequence[str], Decision]], indent: str = "") -> Iterator[tuple[str, str, str, str]]:
-    """Action, name, key and reason of each line of a plan. A part of the pipeline that is all hits is one line."""
+def _tree(
+    rows: Sequence[tuple[Sequence[str], Decision]], indent: str = "", above: tuple[str, ...] = ()
+) -> Iterator[tuple[str, str, str, str]]:
+    """Action, name, key and reason of each line of a plan. A part of the pipeline that is all hits is one line.
+
+    `above`: the parts around these rows, the innermost first. A reason names a stage in one of them without that part.
+    """
     for part, found in groupby(rows, lambda row: row[0][0]):
         members = list(found)
         if len(members) == 1:
             path, decision = members[0]
             reason = decision.reason.removeprefix("made ").replace(" UTC in ", ", ", 1)
+            around = next((one for one in above if reason.startswith(f"after {one}")), "")
+            reason = reason.replace(f"after {around}", "after ", 1) if around else reason
             yield decision.action, indent + "/".join(path), decision.key[:DIGITS], reason
         elif all(decision.action == "HIT" for _, decision in members):
             yield "HIT", indent + part, "", _hits([decision for _, decision in members])
         else:
             yield "", f"{indent}{part}/", "", ""
             # A stage may have the name of the part, as `evaluate` has.
-            yield from _tree([(path[1:] or path, decision) for path, decision in members], indent + "  ")
+            inner = f"{above[0] if above else ''}{part}/"
+            yield from _tree([(path[1:] or path, one) for path, one in members], indent + "  ", (inner, *above))
 
 
 def _hits(decisions: Sequence[Decision]) -> str:

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from rlhf_core.errors import nearest
-from rlhf_core.schema.base import Config, added_option
+from rlhf_core.schema.base import Config, added_option, http_address
 from rlhf_core.schema.secrets import HOLDS_SECRETS
 from rlhf_core.types import FEWEST_PROMPTS
 from stages.table import STAGES
@@ -158,6 +158,10 @@ class NotifyConfig(Config):
 
     @model_validator(mode="after")
     def _check_address(self) -> NotifyConfig:
-        if not self.webhook.startswith(("http://", "https://", "env:")):
-            raise ValueError("webhook = ...: must be an http(s) address; give one, or env:NAME for one in a variable")
+        try:
+            if not self.webhook.startswith("env:"):
+                http_address(self.webhook)
+        except ValueError:  # whose text has the address
+            rule = "must be an http(s) address; give one, or env:NAME for one in a variable"
+            raise ValueError(f"webhook = ...: {rule}") from None
         return self

@@ -9,6 +9,7 @@ process is gone. Runs that wait for people are scheduled again when these have j
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -210,7 +211,8 @@ def end_children(reason: str, *, alone: bool = True) -> NoReturn:
     except Exception as error:  # the flows must be notified in any case
         logger.warning("could not mark the active runs as interrupted: %s", error)
     for process in flows_under_way:
-        process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+            process.send_signal(signal.SIGTERM)
     psutil.wait_procs(flows_under_way, timeout=SAVE_TIMEOUT_S)
     os._exit(0)
 

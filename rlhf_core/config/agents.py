@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from rlhf_core.config.rewards import EpisodeReward, RewardsConfig
 from rlhf_core.errors import ConfigError, nearest
-from rlhf_core.schema.base import FAILURES, OPERATIONAL, Config, FunctionName, Seconds, added_option
+from rlhf_core.schema.base import FAILURES, OPERATIONAL, Config, FunctionName, HttpAddress, Seconds, added_option
 from rlhf_core.schema.secrets import HOLDS_SECRETS, refuse_plain_options
 
 
@@ -136,7 +136,7 @@ class ProgramAgent(RewardingAgent):
 class ServedAgent(EpisodeLimits):
     """Base class of agents whose environment is behind a server."""
 
-    url: Annotated[str, Field(pattern=r"^https?://"), FAILURES, HOLDS_SECRETS]
+    url: Annotated[HttpAddress, FAILURES, HOLDS_SECRETS]
     """Address of the server. Write a secret in it as `${env:NAME}`."""
     token_env: Annotated[str, FAILURES, HOLDS_SECRETS] = ""
     """Environment variable with a bearer token for the server."""

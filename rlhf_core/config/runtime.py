@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     Field,
     FieldSerializationInfo,
     ValidatorFunctionWrapHandler,
@@ -14,10 +15,10 @@ from pydantic import (
 
 from rlhf_core.by_path import is_path, named
 from rlhf_core.config.engines import BaseSamplerConfig, DType, EngineNeeds, Precision, TrainerConfig
-from rlhf_core.schema.base import LONGEST_S, OPERATIONAL, Config, Seconds, added_option
+from rlhf_core.schema.base import LONGEST_S, OPERATIONAL, Config, Seconds, added_option, http_address
 from rlhf_core.schema.secrets import HOLDS_SECRETS
 
-Url = Annotated[str, Field(pattern=r"^https?://[^/?#]+$")]
+Url = Annotated[str, Field(pattern=r"^https?://[^/?#]+$"), AfterValidator(http_address)]
 """Address of a server, without a path."""
 
 

@@ -27,7 +27,7 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from rlhf_core.schema.hosts import is_host
+from rlhf_core.schema.hosts import is_server
 from rlhf_core.schema.secrets import holding, refuse_plain
 from rlhf_core.secrets.redaction import hidden
 
@@ -76,15 +76,15 @@ def _function(spec: str) -> str:
     return spec
 
 
-def _http_address(url: str) -> str:
+def http_address(url: str) -> str:
+    """The URL of a server, unchanged. Raises ValueError if no client can use it."""
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"{hidden('url', url)!r}: must begin with http:// or https://; give the complete URL")
     try:
-        parts = urlsplit(url)
-        # Reading the port raises ValueError if it is not a number.
-        found = parts.port != 0 and is_host(parts.hostname or "") and url.isprintable() and " " not in url
-    except ValueError:
-        found = None
+        place = urlsplit(url).netloc.rpartition("@")[2]
+        found = is_server(place) and url.isprintable() and " " not in url
+    except ValueError:  # as of http://[::1
+        found = False
     if not found:
         raise ValueError(f"{hidden('url', url)!r}: has no host, or an invalid port; write it as http://host:port/path")
     return url
@@ -92,7 +92,7 @@ def _http_address(url: str) -> str:
 
 FunctionName: TypeAlias = Annotated[str, AfterValidator(_function)]
 """A function or class of the user."""
-HttpAddress: TypeAlias = Annotated[str, AfterValidator(_http_address)]
+HttpAddress: TypeAlias = Annotated[str, AfterValidator(http_address)]
 """The URL of a server."""
 LONGEST_S = 2_000_000
 """The longest timeout in seconds, 23 days: with a grace period added, its milliseconds fit into 31 bits, as poll() needs."""

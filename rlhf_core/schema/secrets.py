@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, TypeVar
-from urllib.parse import quote, unquote, urlsplit
+from urllib.parse import quote, unquote
 
 from pydantic import BaseModel
 
@@ -120,7 +120,7 @@ def _resolved_text(text: str, key: str) -> str:
 
 def _know_login(address: str) -> None:
     """Redact user and password of an address also in the form in which HTTP sends them."""
-    user, at, _ = urlsplit(address).netloc.rpartition("@")
+    user, at, _ = address.partition("://")[2].partition("/")[0].rpartition("@")
     if at:
         name, _, password = map(unquote, user.partition(":"))
         know(base64.b64encode(f"{name}:{password}".encode()).decode())

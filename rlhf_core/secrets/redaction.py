@@ -6,7 +6,7 @@ import re
 import traceback
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import parse_qsl, quote, urlsplit, urlunsplit
+from urllib.parse import parse_qsl, quote, quote_plus, urlsplit, urlunsplit
 
 HIDDEN = "***"
 SHORTEST_KNOWN = 6
@@ -153,10 +153,10 @@ def know(value: str) -> None:
         return
     if not _Known.values:
         _hide_in_logs()
-    # As it stands in a text, in an address, and in the text of a Python or JSON value.
-    escaped = quote(value, safe="")
-    lower = re.sub("%[0-9A-F]{2}", lambda found: found[0].lower(), escaped)
-    _Known.values |= {value, escaped, lower, repr(value)[1:-1], base64.b64encode(value.encode()).decode()}
+    # As it stands in a text, in an address, in a form, and in the text of a Python or JSON value.
+    escaped = {quote(value, safe=""), quote(value), quote_plus(value)}
+    escaped |= {re.sub("%[0-9A-F]{2}", lambda found: found[0].lower(), one) for one in escaped}
+    _Known.values |= {value, *escaped, repr(value)[1:-1], base64.b64encode(value.encode()).decode()}
     longest_first = sorted(_Known.values, key=len, reverse=True)
     _Known.pattern = re.compile("|".join(map(re.escape, longest_first)))
 

@@ -11,11 +11,12 @@ from urllib.parse import urlsplit
 
 from rlhf_core.errors import ConfigError
 from rlhf_core.processes.identity import is_loopback
-from rlhf_core.schema.hosts import is_host
+from rlhf_core.schema.hosts import is_host, is_server
 from rlhf_core.secrets.redaction import shown
 
 SCHEMES = ("s3", "gs", "az")
 _VARIABLES = ("AWS_", "GOOGLE_", "AZURE_")
+_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 _NOT_IN_ADDRESSES = "?#%:\\"
 _LONGEST_FOLDER = 200  # bytes: the folder of its cache has this name and a digest
 
@@ -26,9 +27,6 @@ def check_address(uri: str) -> None:
     if uri.partition("://")[0] not in SCHEMES or not bucket:
         rule = f"is no bucket; known are {', '.join(f'{scheme}://' for scheme in SCHEMES)}"
         raise ConfigError("store", uri, rule, "write s3://BUCKET/FOLDER")
-    if not re.fullmatch(r"[\x21-\x7e]+", bucket) or "[" in bucket or len(bucket) > _LONGEST_FOLDER:
-        rule = "has a bucket that is no name of one: letters, digits, '.', '-' and '_'"
-        raise ConfigError("store", uri, rule, "write s3://BUCKET/FOLDER")
     if "@" in bucket:
         rule = "has credentials, which belong into the environment"
         raise ConfigError("store", f"...@{uri.rpartition('@')[2]}", rule, "write s3://BUCKET/FOLDER")
@@ -36,6 +34,9 @@ def check_address(uri: str) -> None:
         raise ConfigError("store", uri, "has signs that do not print", "write s3://BUCKET/FOLDER")
     if found := next((sign for sign in _NOT_IN_ADDRESSES if sign in uri.partition("://")[2]), ""):
         rule = f"has {found!r}, so it may mean another bucket or folder than it names"
+        raise ConfigError("store", uri, rule, "write s3://BUCKET/FOLDER")
+    if not is_host(bucket) or len(bucket) > _LONGEST_FOLDER:  # the name of its host, for some servers
+        rule = "has a bucket that is no name of one: letters, digits, '.', '-' and '_'"
         raise ConfigError("store", uri, rule, "write s3://BUCKET/FOLDER")
     if bad := [one for one in folders if one in ("", ".", "..") or len(one.encode()) > _LONGEST_FOLDER]:
         rule = f"has a folder {bad[0]!r}; one must have 1 to {_LONGEST_FOLDER} bytes, and be neither . nor .."
@@ -53,8 +54,11 @@ def open_bucket(uri: str) -> Any:
     check_address(uri)
     for name in [name for name, value in os.environ.items() if name.startswith(_VARIABLES) and not value.strip()]:
         del os.environ[name]  # as the providers' own tools read it; an empty key would take the place of a role
-    host = _endpoint_host()
-    local = bool(host) and is_loopback(host)
+    hosts = [_host_of(name, os.environ[name]) for name in _ENDPOINTS if name in os.environ]
+    local = bool(hosts) and all(map(is_loopback, hosts))
+    for name in ("AWS_REGION", "AWS_DEFAULT_REGION"):
+        if name in os.environ and (":" in os.environ[name] or not is_host(os.environ[name])):
+            raise ConfigError(name, os.environ[name], "is no name of a region", "write one, such as us-east-1")
     asked = "AWS_ALLOW_HTTP" in os.environ and os.environ["AWS_ALLOW_HTTP"].lower() in ("1", "true")
     options: Any = {"allow_http": True} if local or asked else {}
     try:
@@ -65,16 +69,12 @@ def open_bucket(uri: str) -> Any:
         raise ConfigError("store", uri, rule, remedy) from None
 
 
-def _endpoint_host() -> str:
-    """Return the host of an S3 that is not Amazon's, or "". Raises ConfigError for what is no address: the client would panic."""
-    name = next((name for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT") if name in os.environ), "")
-    if not name:
-        return ""
-    endpoint = os.environ[name]
+def _host_of(name: str, endpoint: str) -> str:
+    """The host of the S3 in the variable `name`. Raises ConfigError for an invalid address, on which the client panics."""
     try:
         parts = urlsplit(endpoint)
-        may_be = parts.port != 0 and is_host(parts.hostname or "")
-    except ValueError:  # as of http://[::1 or a port that is no number
+        may_be = is_server(parts.netloc)
+    except ValueError:  # as of http://[::1
         may_be = False
     if not may_be or not re.fullmatch(r"https?://[^\s/@?#]+(/[\x21-\x7e]*)?", endpoint):
         raise ConfigError(name, shown(endpoint), "is no address of a server", "write http://HOST:PORT or https://HOST")

@@ -114,6 +114,8 @@ def test_a_server_without_models_is_an_error(store, server):
     [
         (["chat", "sft", "--temperature", "-1"], "--temperature = -1.0: must be greater than or equal to 0"),
         (["chat", "sft", "--temperature", "0.005"], "--temperature = 0.005: must be 0 (greedy) or at least 0.01"),
+        (["chat", "http://[x", "--once", "Hi"], "policy = 'http://[x': has no host, or an invalid port"),
+        (["chat", "http://h:99999", "--once", "Hi"], "policy = 'http://h:99999': has no host, or an invalid port"),
         (["chat", "sft", "--max-tokens", "0"], "--max-tokens = 0: must be greater than or equal to 1"),
         (["chat", "sft", "--temperature", "inf"], "--temperature = inf: must be finite; give a finite number"),
         (["try-reward", "a:b", "c", "--timeout-s", "inf"], "--timeout-s = inf: must be > 0 and <= 2000000"),

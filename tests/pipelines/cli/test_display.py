@@ -130,6 +130,13 @@ def test_a_part_of_a_plan_that_is_all_hits_is_one_line():
     assert len(tree(stages, force_terminal=False)) == len(stages), "a line for each stage in a pipe"
 
 
+def test_a_reason_names_a_stage_of_the_same_part_without_the_part():
+    after = {"a/r1/x": "base", "a/r1/y": "a/r1/x", "a/r2/x": "a/r1/y", "a/r2/y": "a/r2/x", "b": "a/r2/y"}
+    lines = tree({label: Decision("RUN", f"after {one}", "", None) for label, one in after.items()})
+    reasons = [line.rpartition("after ")[2].strip() for line in lines if "after" in line]
+    assert [re.sub(r"\x1b\[[0-9;]*m", "", one).strip() for one in reasons] == ["base", "x", "r1/y", "x", "a/r2/y"]
+
+
 @pytest.mark.parametrize("terminal", [True, False])
 def test_a_run_of_hits_alone_is_one_line_with_the_newest_date_and_in_a_pipe_a_line_per_stage(terminal):
     console = Console(file=io.StringIO(), width=80, force_terminal=terminal, color_system=None)

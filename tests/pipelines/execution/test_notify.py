@@ -98,7 +98,11 @@ def test_every_end_of_a_run_but_an_interruption_is_an_event():
 
 @pytest.mark.parametrize(
     ("webhook", "said"),
-    [("ftp://host", "must be an http"), ("https://me:hunter2@host/hook", "secret in plain text")],
+    [
+        ("ftp://host", "must be an http"),
+        ("https://me:hunter2@host/hook", "secret in plain text"),
+        ("https://host:x/hunter2", r"webhook = \.\.\.: must be an http\(s\) address; give one, or env:NAME"),
+    ],
 )
 def test_an_address_that_cannot_be_used_is_refused(tmp_path, webhook, said):
     with pytest.raises(ConfigError, match=said) as error:

@@ -1,6 +1,7 @@
 import asyncio
 import io
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import yaml
 from jsonschema import ValidationError, validate
@@ -298,3 +300,22 @@ def test_deployments_of_the_same_program_are_not_made_again(prefect_home, client
     assert first.keys() == registered()[0].keys() and made == ["made", "made"], "one was removed"
     monkeypatch.setenv("RLHF_USER", "somebody")
     assert registered()[0].keys() == first.keys() and len(made) == 3, "they are tagged with the user"
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+def test_at_the_end_every_child_is_told_although_one_has_just_ended(monkeypatch, gone):
+    children = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
+    found = [psutil.Process(child.pid) for child in children]
+
+    def end_one(*_: object) -> list[str]:  # while the server is asked to mark the runs
+        children[gone].kill()
+        children[gone].wait()
+        return []
+
+    monkeypatch.setattr(psutil.Process, "children", lambda self: found)
+    monkeypatch.setattr(deployments, "interrupt", end_one)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    with pytest.raises(SystemExit) as ended:
+        deployments.end_children("stopped")
+    assert ended.value.code == 0
+    assert found[1 - gone].wait(60) == -signal.SIGTERM

@@ -43,6 +43,7 @@ def test_references_at_any_depth_are_what_their_variables_hold(monkeypatch):
 def test_in_an_address_the_value_is_quoted_so_that_it_stays_where_it_stands(monkeypatch):
     monkeypatch.setenv("PASSWORD", "a@b/c")
     assert resolved("https://me:${env:PASSWORD}@host/x", "url") == "https://me:a%40b%2Fc@host/x"
+    assert resolved("https://[::${env:PASSWORD}", "url") == "https://[::a%40b%2Fc", "a library refuses it"
 
 
 def test_what_was_read_is_taken_out_of_texts_as_it_stands_there(monkeypatch):

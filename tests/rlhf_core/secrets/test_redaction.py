@@ -69,8 +69,9 @@ def test_long_texts_that_begin_like_credentials_take_no_time():
 
 
 def test_a_known_secret_is_hidden_in_every_percent_form_and_in_base64():
-    know("rlhf:p/ss+w0rd")
-    for text in ("rlhf%3Ap%2Fss%2Bw0rd", "rlhf%3ap%2fss%2bw0rd", "cmxoZjpwL3NzK3cwcmQ="):
+    know("rlhf:p/ss w0rd")
+    escaped = ("rlhf%3Ap%2Fss%20w0rd", "rlhf%3ap%2fss%20w0rd", "rlhf%3Ap/ss%20w0rd", "rlhf%3ap%2fss+w0rd")
+    for text in (*escaped, "cmxoZjpwL3NzIHcwcmQ="):
         assert without_secrets(f"to {text} there") == "to *** there"
 
 

@@ -2,79 +2,50 @@
 
 import os
 import random
+import re
 import stat
 from collections.abc import Iterator
 
 import httpx
+import obstore.store
 import pytest
+from obstore.store import from_url
 from pydantic import TypeAdapter, ValidationError
 
+from rlhf_core.config.agents import NemoGymAgent
+from rlhf_core.config.runtime import VllmServerSamplerConfig
 from rlhf_core.errors import ConfigError, RlhfError
 from rlhf_core.schema.base import HttpAddress
-from rlhf_core.store import bucket_server
+from rlhf_core.store import bucket_server, opening
 from rlhf_core.store.addresses import open_bucket
 from rlhf_core.store.opening import open_store, place_of, store_root
 
-COUNT = 1000
-BEGINNINGS = ("s3://", "gs://", "az://", "S3://", "s3:/", "http://", "file://", "", "~", "~/", "~nosuchuser", "/", "\\")
-PARTS = (
-    *(
-        "bucket",
-        "my-bucket",
-        "[x",
-        "[::1]",
-        "a@b",
-        "k:s@b",
-        "%41",
-        "a b",
-        "",
-        "..",
-        ".",
-        "\u00e9",
-        "\0",
-        "\n",
-        "x" * 300,
+COUNTS = [200, pytest.param(10_000, marks=pytest.mark.full)]
+SIGNS = " \t\n\x7f/:@?#%[]{}\\.~*-_$&+='\"\u00e9\u202e\ud800\U0001f4a5aZ09"
+Parts = tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]
+"""Usual and odd beginnings, middles and ends of addresses."""
+STORES: Parts = (
+    (("s3://", "s3://", "gs://", "az://"), ("S3://", "s3:/", "http://", "file://", "", "~", "~/", "~nosuchuser", "/", "\\")),
+    (
+        ("bucket", "my-bucket", "team.data", "a_b"),
+        (
+            "[x", "[::1]", "a@b", "k:s@b", "%41", "a b", "", "..", ".", "a..b", "-", "\u00e9", "\0", "x" * 300, "b:80", "_",
+            "A", "b?c=1", "*", "\u202e", "\ud800", "xn--a", "acct.blob.core.windows.net",
+        ),
     ),
-    *("b:80", "b:99999", "_", "A", "b?c=1", "b#f", "*", "\u202e", "\ud800", "acct.blob.core.windows.net", "\U0001f4a5"),
-)
-SCHEMES = ("http://", "https://", "HTTP://", "ftp://", "", "http:/", "//")
-HOSTS = (
-    *(
-        "host",
-        "127.0.0.1",
-        "[::1]",
-        "[::1",
-        "::1",
-        "h:80",
-        "h:0",
-        "h:65536",
-        "h:-1",
-        "h:x",
-        "u:p@h",
-        "h%20",
-        "h_",
-        "-h",
+    (("", "/x", "/x/y", "/team/kept/"), ("/", "//", "/..", "/a b", "/%2e", "/\U0001f4a5", " ", "/" + "x" * 300)),
+)  # fmt: skip
+SERVERS: Parts = (
+    (("http://", "https://"), ("HTTP://", "ftp://", "", "http:/", "//")),
+    (
+        ("host", "judge-1.example", "10.0.0.1:443", "host:8000", "127.0.0.1", "[::1]", "[::1]:80"),
+        (
+            "[::1", "::1", "[fe80::1%25eth0]", "h:80", "h:0", "h:65536", "h:-1", "h:x", "u:p@h", "h%20", "h_", "-h", "h..x",
+            ".", "xn--", "xn--a", "", "\u00e9", "\n", "a b", "h?x", "h#y", "h\\x", "*", "]", "{}", "<", "\u202e", "x" * 64,
+        ),
     ),
-    *(
-        "h..x",
-        ".",
-        "\u00e9",
-        "xn--",
-        "xn--a",
-        "\0",
-        "\n",
-        "a b",
-        "h?x",
-        "h#y",
-        "h\\x",
-        "*",
-        "]",
-        "{}",
-        "\u202e",
-        "x" * 300,
-    ),
-)
-ENDS = ("", "/", "/v1", "/a b", "?x=1", "#f", "/%zz", "/\u00e9", " ", "\n")
+    (("", "/", "/v1", "/v1/"), ("/a b", "?x=1", "#f", "/%zz", "/\u00e9", " ", "\n", "//", "/" + "x" * 300)),
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -82,49 +53,99 @@ def no_provider(monkeypatch, tmp_path):
     for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(bucket_server, "probe", open_bucket)  # the rest of it asks the server
 
 
-def stores() -> Iterator[str]:
+@pytest.fixture
+def no_request(monkeypatch):
+    """Buckets are opened; no question is sent to their servers."""
+    monkeypatch.setattr(bucket_server, "probe", open_bucket)
+
+
+@pytest.fixture
+def no_network(monkeypatch):
+    """Requests are made and not sent: a client may also fail on an address when it makes the first one."""
+
+    def through_nothing(uri, *, client_options):
+        return from_url(
+            uri, client_options=client_options | {"proxy_url": "http://127.0.0.1:0"}, retry_config={"max_retries": 0}
+        )
+
+    monkeypatch.setattr(obstore.store, "from_url", through_nothing)
+    monkeypatch.setattr(opening, "PROBE_PATIENCE_S", 0.0)
+    for name in ("AWS_SKIP_SIGNATURE", "GOOGLE_SKIP_SIGNATURE", "AZURE_SKIP_SIGNATURE"):
+        monkeypatch.setenv(name, "true")
+    monkeypatch.setenv("AWS_VIRTUAL_HOSTED_STYLE_REQUEST", "true")  # the bucket is in the name of the host
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
+
+
+def odd(parts: Parts, count: int) -> Iterator[str]:
+    """Addresses, each of three parts of which half are usual ones; in half of them signs are put in, replaced or taken out."""
     chance = random.Random(7)
-    for _ in range(COUNT):
-        parts = "/".join(chance.choice(PARTS) for _ in range(chance.randint(1, 4)))
-        yield chance.choice(BEGINNINGS) + parts + chance.choice(["", "/", "//", " "])
+    for _ in range(count):
+        address = "".join(chance.choice(chance.choice(kinds)) for kinds in parts)
+        for _ in range(chance.choice((0, 0, 0, 1, 2, 3))):
+            place = chance.randrange(len(address) + 1)
+            sign = chance.choice((*SIGNS, "", ""))
+            address = address[:place] + sign + address[place + chance.randrange(2) :]
+        yield address
 
 
-def servers() -> Iterator[str]:
-    chance = random.Random(8)
-    for _ in range(COUNT):
-        yield chance.choice(SCHEMES) + chance.choice(HOSTS) + chance.choice(ENDS)
+def in_one_line(error: RlhfError) -> bool:
+    return "\n" not in str(error) and str(error).isprintable()
 
 
-def test_an_odd_store_is_a_folder_a_bucket_or_one_error():
-    for address in stores():
+@pytest.mark.parametrize("count", COUNTS)
+def test_an_odd_store_is_a_folder_a_bucket_or_one_error(no_network, count):
+    roots = set()
+    for address in odd(STORES, count):
         try:
-            store_root(address)
+            roots.add(store_root(address))
         except RlhfError as error:
-            assert "\n" not in str(error) and str(error).isprintable(), repr(address)
+            assert in_one_line(error), repr(address)
+    assert len(roots) > count / 30, "folders"
 
 
-def test_an_odd_endpoint_of_a_bucket_is_used_or_one_error(monkeypatch):
-    for address in servers():
-        if "\0" in address:
-            continue  # no variable can have it
-        monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+@pytest.mark.parametrize("count", COUNTS)
+def test_an_odd_endpoint_of_a_bucket_is_used_or_one_error(no_network, monkeypatch, count):
+    asked = 0
+    for address in odd(SERVERS, count):
+        # No variable can have these two.
+        monkeypatch.setenv("AWS_ENDPOINT_URL", address.replace("\0", "").replace("\ud800", ""))
+        with pytest.raises(RlhfError) as error:
+            bucket_server.probe("s3://bucket/folder")
+        assert in_one_line(error.value), repr(address)
+        asked += "did not answer" in str(error.value)
+    assert count / 100 < asked < count / 2
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize(
+    "named",
+    [
+        TypeAdapter(HttpAddress).validate_python,
+        lambda address: VllmServerSamplerConfig(urls=(address,), weights_folder="/w"),
+        lambda address: NemoGymAgent(url=address),
+    ],
+    ids=["judge", "vllm_server", "nemo_gym"],
+)
+def test_a_server_that_a_profile_may_name_can_be_asked(named, count):
+    asked = 0
+    for address in odd(SERVERS, count):
         try:
-            open_bucket("s3://bucket/folder")
-        except RlhfError as error:
-            assert "\n" not in str(error) and str(error).isprintable(), repr(address)
-
-
-def test_a_server_that_a_profile_may_name_can_be_asked():
-    accepts = TypeAdapter(HttpAddress)
-    for address in servers():
-        try:
-            accepts.validate_python(address)
+            named(address)
         except ValidationError:
             continue
         assert httpx.Request("POST", f"{address.rstrip('/')}/chat").url.host, repr(address)
+        asked += 1
+    assert count / 100 < asked < count / 2
+
+
+@pytest.mark.parametrize("name", ["AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL_S3"])
+@pytest.mark.parametrize("value", ["[x", "a b", "xn--", "::1"])
+def test_an_odd_variable_of_a_bucket_is_one_error(no_network, monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=rf"{name} = '{re.escape(value)}': is no (name of a region|address of a)"):
+        bucket_server.probe("s3://bucket/folder")
 
 
 @pytest.mark.parametrize(
@@ -143,7 +164,7 @@ def test_a_store_that_cannot_be_is_named_with_a_remedy(address, said):
         store_root(address)
 
 
-def test_a_store_on_a_disk_is_its_folder_and_the_cache_of_a_bucket_is_for_this_user_alone(tmp_path):
+def test_a_store_on_a_disk_is_its_folder_and_the_cache_of_a_bucket_is_for_this_user_alone(no_request, tmp_path):
     assert store_root(str(tmp_path)) == tmp_path and place_of(tmp_path) == str(tmp_path)
     assert open_store(tmp_path).folder == tmp_path
     root = store_root("s3://team/x/")
