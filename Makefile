@@ -45,7 +45,7 @@ lint: install            ## style, types, and who may import whom
 	$(VENV)/bin/lint-imports
 
 DEVICE ?= cuda
-gpu: install             ## each engine and path once on a GPU, in an hour; results in build/gpu. DEVICE=cpu runs what a CPU can
+gpu: install             ## engines and paths once on a GPU, in 12 minutes; results in build/gpu. DEVICE=cpu runs what a CPU can
 	$(VENV)/bin/python -m benchmarks.gpu --device $(DEVICE) $(if $(TRL),--trl-python $(TRL))
 
 docs: install            ## the documentation as a site, in build/site; SERVE=1 shows it at 127.0.0.1:8000

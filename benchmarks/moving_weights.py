@@ -3,6 +3,7 @@
     python -m benchmarks.moving_weights --ranks 1 2 4
     python -m benchmarks.moving_weights --model adapters experts
     python -m benchmarks.moving_weights --lora-sync 16
+    python -m benchmarks.moving_weights --prepare
 
 A random Llama of 168M parameters with a separate LM head is opened frozen under ZeRO 3. `--model adapters` opens it to train
 adapters of rank 4 on all linear layers. `experts` is a frozen Qwen3-MoE with 16 experts in each layer. Peaks are of anonymous
@@ -12,19 +13,22 @@ trained under each stage of `--stages`, saved and opened anew; its peak counts f
 `reads` is how much one process reads to find damage in that checkpoint: the driver, and the rank that reads most.
 
 `--lora-sync RANK` sends the large model with adapters of that rank on all linear layers to vLLM in the same process, merged and
-as adapters alone: three times each, after a first time, without Ray's copy to its store.
+as adapters alone: three times each, after a first time, without Ray's copy to its store. `--prepare` writes the policy
+folder of a dense model and of a mixture of experts of 1.8 GiB each in bfloat16, as `prepare_data` does.
 """
 
 import argparse
 import gc
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +52,7 @@ KINDS: dict[str, tuple[str, dict[str, int], bool]] = {
     "experts": ("qwen3_moe", EXPERTS, False),
 }
 """Name -> architecture, further keys of its shape, and whether adapters are trained."""
+PREPARED = {**LARGE, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 16}
 EVERY_S = 0.002
 """Seconds between two looks at the memory."""
 
@@ -62,7 +67,10 @@ def main() -> int:
     parser.add_argument("--one-sync", nargs=2, metavar=("FOLDER", "WAY"), help=argparse.SUPPRESS)
     parser.add_argument("--one-rank", nargs=3, metavar=("FOLDER", "DTYPE", "MODEL"), help=argparse.SUPPRESS)
     parser.add_argument("--resume", type=int, metavar="ZERO", help=argparse.SUPPRESS)
+    parser.add_argument("--prepare", action="store_true", help="write policy folders as `prepare_data` does")
     options = parser.parse_args()
+    if options.prepare:
+        return prepared()
     if options.one_rank:
         folder, dtype, kind = options.one_rank
         if options.resume is not None:
@@ -161,7 +169,7 @@ def make_model(folder: Path, family: str, shape: Mapping[str, int], dtype: str) 
     train_tokenizer(["numbers 0 1 2 3 4 5 6 7 8 9 and words"] * 5, vocab_size=TOKENS, folder=folder)
     torch.manual_seed(17)
     config = AutoConfig.for_model(family, **shape, tie_word_embeddings=False)
-    AutoModelForCausalLM.from_config(config).to(getattr(torch, dtype)).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).save_pretrained(folder)
 
 
 def run_rank(folder: Path, dtype: str, *, adapters: bool) -> int:
@@ -200,6 +208,31 @@ def run_rank(folder: Path, dtype: str, *, adapters: bool) -> int:
     sizes = [weight.numel() * weight.element_size() / MIB for _, weight in trainer.stream()]
     print(json.dumps(moments | {"whole": sum(sizes), "largest": max(sizes), "bucket": BUCKET_BYTES / MIB}))
     trainer.close()
+    return 0
+
+
+def prepared() -> int:
+    """Print how far the memory of this process rises while it writes the policy folders of pretrained models."""
+    from rlhf_core.config.models import PretrainedModel
+    from rlhf_core.models.materialize import materialize
+
+    print("| model | MiB of weights | MiB above |\n|---|--:|--:|", flush=True)
+    with tempfile.TemporaryDirectory() as place:
+        for name, kind, shape in (
+            ("warm", "dense", SMALL),
+            ("dense", "dense", PREPARED),
+            ("experts", "experts", PREPARED),
+        ):
+            family, more, _ = KINDS[kind]
+            folder, out = Path(place) / name, Path(place) / "out"
+            make_model(folder, family, shape | more, "bfloat16")
+            model = PretrainedModel(path=str(folder))
+            most, _ = above(partial(materialize, model, out))
+            if name != "warm":  # that is for imports
+                whole = sum(file.stat().st_size for file in out.glob("*.safetensors")) / MIB
+                print(f"| {name} | {whole:,.0f} | {most:,.0f} |", flush=True)
+            shutil.rmtree(folder)
+            shutil.rmtree(out)
     return 0
 
 

@@ -107,7 +107,7 @@ def tiny(folder: Path) -> Size:
 def smollm2(given: Path | None, folder: Path) -> Size:
     """Return SmolLM2-135M, and a step that takes seconds on one core."""
     from rlhf_core.config.models import PretrainedModel
-    from rlhf_core.models.loading import materialize
+    from rlhf_core.models.materialize import materialize
     from rlhf_core.models.packages import package_folder
 
     if given is None:

@@ -2,7 +2,7 @@
 
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.errors import ConfigError
-from rlhf_core.models.loading import materialize
+from rlhf_core.models.materialize import materialize
 from rlhf_core.stage.context import StageContext
 from rlhf_core.types import PolicyRef
 from stages.config.import_policy import ImportPolicyConfig, content_digests

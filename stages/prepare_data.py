@@ -32,7 +32,7 @@ from rlhf_core.data.tables import (
 )
 from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.models.initialize import initialize_llama, train_tokenizer
-from rlhf_core.models.loading import materialize
+from rlhf_core.models.materialize import materialize
 from rlhf_core.stage.context import StageContext
 from rlhf_core.types import (
     ArtifactRef,

@@ -1,11 +1,13 @@
 """Run each engine and path once on a GPU, one after the other, and print what passed, what it measured, and what never ran.
 
-    make gpu                                     # all steps; results in build/gpu
+    make gpu                                     # in 12 minutes, the most valuable first; results in build/gpu
+    python -m benchmarks.gpu --minutes 90        # with three seeds, and time for all
     python -m benchmarks.gpu --steps sync sleep --out FOLDER
     python -m benchmarks.gpu --device cpu        # what a CPU can run of each step, on Gloo, with tiny models
 
 A step is a process of its own with a time limit: it writes `STEP.json` (status, seconds, figures, error) and `STEP.log`
-into the folder, and one that fails does not stop the others. The exit status is 1 if a step failed, 2 without a GPU.
+into the folder, and one that fails does not stop the others. `table.md` has the results so far. A step may take a quarter
+of `--minutes`, and what no time is left for is not run. The exit status is 1 if a step failed, 2 without a GPU.
 `--trl-python` names an interpreter that has TRL, for the last comparison.
 """
 
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -37,6 +40,9 @@ ENVIRONMENT = {
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }
 """What a step has in its environment, unless it is set; `imports` writes it down."""
+MINUTES = 12.0
+LEAST_S = 20.0
+"""Seconds in which no step gets beyond its imports."""
 
 
 @dataclass
@@ -56,12 +62,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--steps", nargs="*", choices=list(STEPS), default=list(STEPS), metavar="STEP")
+    parser.add_argument(
+        "--minutes", type=float, default=0.0, help="for all steps; default: 12 on a GPU, no limit on a CPU"
+    )
     parser.add_argument("--out", type=Path, default=Path("build/gpu"), metavar="FOLDER")
     parser.add_argument("--trl-python", default="", metavar="PATH", help="an interpreter that has TRL")
     parser.add_argument("--one-step", choices=list(STEPS), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
-    place = Place(options.device, options.out.resolve(), options.trl_python)
+    minutes = options.minutes or (MINUTES if options.device == "cuda" else math.inf)
+    place = Place(options.device, options.out.resolve(), options.trl_python, thorough=minutes > MINUTES)
     if options.one_step:
         return run_here(STEPS[options.one_step], place)
     try:
@@ -69,11 +79,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    results = []
+    results: list[Result] = []
+    ends = time.monotonic() + 60 * minutes
     for name in options.steps:
         print(f"{name}: {STEPS[name].says}", flush=True)
-        results.append(run_apart(STEPS[name], place))
+        left = min(ends - time.monotonic(), 60 * minutes / 4)
+        results.append(run_apart(STEPS[name], place, left, minutes=options.minutes))
         print(f"{name}: {results[-1].status}, {results[-1].seconds:.0f} s", flush=True)
+        (place.folder / "table.md").write_text("\n".join([*table(results), ""]), encoding="utf-8")
     print("\n".join(["", *table(results)]))
     return 1 if any(one.status in ("failed", "timed out") for one in results) else 0
 
@@ -90,13 +103,16 @@ def check_device(device: Device) -> None:
         raise ConfigError("--device", device, rule, remedy)
 
 
-def run_apart(step: Step, place: Place) -> Result:
-    """Run a step in a process of its own, and return what it wrote down; end it with all it started at its time limit."""
+def run_apart(step: Step, place: Place, left: float = math.inf, *, minutes: float = 0.0) -> Result:
+    """Run a step in a separate process, and return its result; end it with all it started at its limit, or after `left` seconds."""
     file = place.folder / f"{step.name}.json"
     file.unlink(missing_ok=True)
     if place.device == "cpu" and not step.on_cpu:
         return keep(Result(step.name, "not run", never_ran=step.never_on_cpu), file)
-    command = [sys.executable, "-m", "benchmarks.gpu", "--one-step", step.name]
+    if left < LEAST_S:
+        return keep(Result(step.name, "not run", never_ran="no time was left (--minutes)"), file)
+    limit = min(step.timeout_s, left)
+    command = [sys.executable, "-m", "benchmarks.gpu", "--one-step", step.name, "--minutes", str(minutes)]
     command += ["--device", place.device, "--out", str(place.folder), "--trl-python", place.trl_python]
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if place.device == "cpu" else {}
     began = time.monotonic()
@@ -104,11 +120,11 @@ def run_apart(step: Step, place: Place) -> Result:
         environment = ENVIRONMENT | os.environ | hidden
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
         try:
-            process.wait(step.timeout_s)
+            process.wait(limit)
         except subprocess.TimeoutExpired:
             kill_family(process.pid)
-            rule = f"took more than {step.timeout_s:g} s; see {step.name}.log"
-            return keep(Result(step.name, "timed out", step.timeout_s, error=rule), file)
+            rule = f"took more than {limit:.3g} s; see {step.name}.log"
+            return keep(Result(step.name, "timed out", limit, error=rule), file)
     if not file.exists():
         rule = f"ended with status {process.returncode} without a result; see {step.name}.log"
         return keep(Result(step.name, "failed", time.monotonic() - began, error=rule), file)

@@ -10,12 +10,13 @@ from rlhf_core.errors import ConfigError, nearest
 
 CONTEXT = 2e9
 """Bytes of a GPU that each process takes beside tensors: the CUDA context, cuBLAS and NCCL. An allowance, not measured."""
-COMMUNICATOR = 0.5e9
-"""Bytes of a GPU for one more NCCL communicator, over which weights are sent: buffers of 32 channels, each of 4 MiB and to
-two neighbors (`NCCL_BUFFSIZE` in NCCL's documentation), and those of small messages."""
+COMMUNICATOR = 0.7e9
+"""Bytes of a GPU for one more NCCL communicator, over which weights are sent: 544 MB were measured between two A100s, and
+688 MB among more (NVIDIA/nccl#964)."""
 DECODING = 0.6
 """Share of the peak bandwidth that an engine reaches when it decodes: 55 to 60 % on A100 and H100
-(databricks.com/blog/llm-inference-performance-engineering-best-practices, model bandwidth utilization)."""
+(databricks.com/blog/llm-inference-performance-engineering-best-practices, model bandwidth utilization). It is no upper bound:
+one sequence in a compiled loop reaches 90 % on an RTX 4090 (pytorch-labs/gpt-fast#27)."""
 EXPERTS = 0.4
 """Speed of a mixture of experts beside a dense model's: 153 TFLOPS of GPT OSS 120B in bfloat16 on H100 (performance summary of
 NVIDIA-NeMo/Megatron-Bridge, 25.11) are 15 % of the peak, and 40 % of what `mfu` gives."""
@@ -50,24 +51,28 @@ class Hardware:
 
 
 # Links in a node. NVLink: 450 GB/s are 370 in collectives, a fifth less (NVIDIA/nccl-tests#212, on H100); A100's 300 are
-# 230 (nccl-tests#149 and #100). PCIe without NVLink: NCCL's own 10 GB/s across sockets (log in nccl-tests#307, PCIe 4.0).
-# Between nodes: 340 GB/s in a reduction and 200 in an all-gather over 8 x 400 Gb/s (NVIDIA/nccl#1218), 20 GB/s for each
-# card of 200 Gb/s (nccl#320). PCIe 4.0 with 16 lanes has 32 GB/s, of which copies reach 25; PCIe 5.0 twice as much.
+# 230 (nccl-tests#149 and #100), and B200's 900 are taken as 740. PCIe 4.0 without NVLink: NCCL's own 10 GB/s across sockets
+# (log in nccl-tests#307); PCIe 5.0: 28 GB/s over eight RTX 5090 on two sockets (nccl#1639).
+# Between nodes: 340 GB/s in a reduction and 200 in an all-gather over 8 x 400 Gb/s (nccl#1218), 20 GB/s for each card of
+# 200 Gb/s (nccl#320). Host and GPU: copies reach 25 of the 32 GB/s of PCIe 4.0 with 16 lanes (A100, NVIDIA/nvbandwidth#42
+# and #53), and 53 of the 64 of PCIe 5.0 (H100, nvbandwidth#24).
 HARDWARE = {
     # Ada GPU architecture whitepaper, appendix A: 24 GB, 165 TFLOPS with float32 sums, 1.008 TB/s. No NVLink, one 10 Gb/s card.
     "rtx4090": Hardware("rtx4090", 24e9, 165e12, 1.008e12, 10e9, 1e9, 1e9, 25e9, 8, 0.5e12),
     # NVIDIA A100 40GB data sheet (SXM): 312 TFLOPS, 1.555 TB/s; DGX A100 of 40 GB: 1 TB.
     "a100-40g": Hardware("a100-40g", 40e9, 312e12, 1.555e12, 230e9, 160e9, 25e9, 25e9, 8, 1e12, 0.5),
     # NVIDIA A100 80GB data sheet (SXM): 312 TFLOPS, 2.039 TB/s, NVLink 600 GB/s both ways; DGX A100: 8 x 200 Gb/s, 2 TB.
-    # Products reach 44 to 52 % (arXiv 2104.04473, table 1).
+    # Products reach 43 to 52 %, with recomputed activations counted as they are here (arXiv 2104.04473, table 1).
     "a100": Hardware("a100", 80e9, 312e12, 2.039e12, 230e9, 160e9, 25e9, 25e9, 8, 2e12, 0.5),
     # NVIDIA L40S data sheet: 48 GB, 362 TFLOPS, 864 GB/s, PCIe 4.0.
     "l40s": Hardware("l40s", 48e9, 362e12, 0.864e12, 10e9, 20e9, 25e9, 25e9, 8, 1e12),
     # NVIDIA H100 Tensor Core GPU data sheet (SXM): 80 GB, 989 TFLOPS, 3.35 TB/s, NVLink 900 GB/s both ways; DGX H100: 8
     # GPUs, 8 x 400 Gb/s, 2 TB.
     "h100": Hardware("h100", 80e9, 989e12, 3.35e12, 370e9, 200e9, 50e9, 50e9, 8, 2e12),
-    # RTX PRO 6000 Blackwell data sheet (Server Edition): 96 GB, 1.597 TB/s, 504 TFLOPS (a quarter of 2 PFLOPS in FP8), PCIe 5.0.
-    "rtx6000": Hardware("rtx6000", 96e9, 504e12, 1.597e12, 20e9, 40e9, 50e9, 50e9, 8, 2e12),
+    # RTX PRO 6000 Blackwell, Server Edition, data sheet: 96 GB, 1.597 TB/s, PCIe 5.0, and 120 TFLOPS in float32, of which
+    # tensor cores do four times as many in bfloat16, as the 126 and 504 of the Workstation Edition show. One large product
+    # reaches 417 (zzc0721/torch-performance-test-data#162).
+    "rtx6000": Hardware("rtx6000", 96e9, 480e12, 1.597e12, 28e9, 40e9, 50e9, 50e9, 8, 2e12),
     # NVIDIA H200 data sheet: 141 GB, 4.8 TB/s; otherwise as H100.
     "h200": Hardware("h200", 141e9, 989e12, 4.8e12, 370e9, 200e9, 50e9, 50e9, 8, 2e12),
     # DGX B200 data sheet: 8 GPUs with 1,440 GB, 64 TB/s and 18 PFLOPS (dense) in all, NVLink 1.8 TB/s both ways, 2 TB.

@@ -1,4 +1,4 @@
-"""Load a model with the head of its role from a folder, a Hub name or a GGUF file, and export it."""
+"""Load a model with the head of its role from a policy folder, and export it."""
 
 import json
 import logging
@@ -14,23 +14,17 @@ from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-    AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    AutoTokenizer,
-    GgufConfig,
 )
 from transformers.utils import is_flash_attn_2_available
 
-from rlhf_core.config.models import PretrainedModel
 from rlhf_core.errors import ConfigError
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.models.architecture import check_attention, check_folder, padding_id, read_config
@@ -50,14 +44,12 @@ from rlhf_core.models.lora import (
     has_lora,
     save_adapter,
 )
-from rlhf_core.models.packages import VALUE_HEAD_FILE, local_folder, scalar_head
+from rlhf_core.models.packages import VALUE_HEAD_FILE
 from rlhf_core.models.weight_files import WeightFile
 from rlhf_core.pretrained import load_config, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
-PAD_CANDIDATES = ("<|pad|>", "<pad>", "[PAD]", "<|finetune_right_pad_id|>", "<|endoftext|>", "<unk>")
-"""Tokens to use as padding if a model has no padding token, in order of preference."""
 SHARD_SIZE = "5GB"
 INDEX_FILE = "model.safetensors.index.json"
 WEIGHT_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
@@ -72,8 +64,8 @@ TOKENIZER_FILES = (
     "merges.txt",
 )
 """Files that a tokenizer may consist of (most have the first two), copied byte for byte so that its digest stays."""
-_REPORT = {"output_loading_info": True, "ignore_mismatched_sizes": True}
-"""Options with which transformers reports missing and unexpected weights, for `_check_weights`."""
+REPORT = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+"""Options with which transformers reports missing and unexpected weights, for `check_weights`."""
 
 
 def load_model(spec: ModelSpec, *, dtype: str, attention: str, gradient_checkpointing: bool, device: str) -> nn.Module:
@@ -108,7 +100,7 @@ def checked_config(spec: ModelSpec, attention: str) -> Any:
     if spec.lora is not None and spec.lora.quantize:
         check_quantizer()
     config = _config_without_dropout(folder)
-    _check_type(config, str(folder), lm=spec.head == "lm")
+    check_type(config, str(folder), lm=spec.head == "lm")
     check_attention(config, attention)
     return config
 
@@ -126,81 +118,6 @@ def check_computation(model: nn.Module, spec: ModelSpec) -> None:
     check_rows(model)
     if spec.head == "lm":
         check_head(model)
-
-
-def materialize(
-    config: PretrainedModel, folder: Path, *, chat_template: str | None = None, add_bos: bool = False
-) -> None:
-    """Write the model of `config` to `folder` in Hugging Face layout: safetensors, tokenizer, chat template.
-
-    `chat_template` replaces the tokenizer's own template, or supplies a missing one. With `add_bos` it begins with what
-    the tokenizer puts before every text (BOS), if it does: rendered conversations are tokenized without that, and the
-    model was trained with it.
-
-    Ensures that the padding token differs from the end token, because a reward is read at the last token that is not
-    padding. Raises ConfigError for a missing folder, package or Hub model, a Hub name without a revision, what is no
-    decoder, weights that are missing or not safetensors or GGUF, and a tokenizer without a chat template.
-    """
-    source, options = _source(config)
-    tokenizer = _fetch(AutoTokenizer, config, source, options)
-    if chat_template is not None:
-        tokenizer.chat_template = (_opening(tokenizer) if add_bos else "") + chat_template
-    if not tokenizer.chat_template:
-        rule = "its tokenizer has no chat template"
-        raise ConfigError("model.path", config.path, rule, "set prepare_data.chat_template")
-    found = _fetch(AutoConfig, config, source, options)
-    _check_type(found, config.path, lm=True)
-    if any(name.endswith("ForSequenceClassification") for name in found.architectures or ()):
-        raise scalar_head(config.path)  # with a tied LM head, no weight would be missing
-    if config.chat_template_kwargs:
-        tokenizer.chat_template = with_variables(tokenizer.chat_template, config.chat_template_kwargs)
-    model, loading = _fetch(AutoModelForCausalLM, config, source, options | _weights_options(config) | _REPORT)
-    _check_weights(loading, config.path)
-    if hasattr(model, "peft_config"):
-        rule = "is an adapter, which transformers has put on its base model, and only whole models are read"
-        raise ConfigError("model.path", config.path, rule, "merge it (merge_and_unload of peft), and use that")
-    _note_tying(model)
-    _ensure_padding(config, model, tokenizer)
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save_pretrained(folder)
-    export_model(model, folder, tokenizer_from=folder)
-
-
-def with_variables(template: Any, values: Mapping[str, bool | int | float | str]) -> str:
-    """Return a chat template in which variables have these values, whatever a caller gives.
-
-    Raises ConfigError for a variable that the template does not read, and for several templates by name.
-
-    >>> with_variables("{% if enable_thinking %}<think>{% endif %}", {"enable_thinking": False})
-    '{%- set enable_thinking = false %}{% if enable_thinking %}<think>{% endif %}'
-    """
-    key = "model.chat_template_kwargs"
-    if not isinstance(template, str):
-        rule, remedy = "the tokenizer has several templates by name", "give one of them as prepare_data.chat_template"
-        raise ConfigError(key, sorted(values), rule, remedy)
-    for name in values:
-        if not re.search(rf"(?<![\w.'\"]){re.escape(name)}(?![\w'\"])", template):
-            raise ConfigError(f"{key}.{name}", values[name], "the chat template reads no such variable", "remove it")
-    before, rest = _written_variables(template)  # of an export that is imported again: the later one would win
-    settings = [
-        f"{{%- set {name} = {json.dumps(one, ensure_ascii=False)} %}}"
-        for name, one in sorted((before | dict(values)).items())
-    ]
-    return "".join(settings) + rest
-
-
-def _written_variables(template: str) -> tuple[dict[str, Any], str]:
-    """Return the variables that a template begins with, and the rest."""
-    found: dict[str, Any] = {}
-    while match := re.match(r"\{%- set (\w+) = ", template):
-        try:
-            value, end = json.JSONDecoder().raw_decode(template, match.end())
-        except ValueError:
-            break
-        if not template.startswith(" %}", end):
-            break
-        found[match[1]], template = value, template[end + 3 :]
-    return found, template
 
 
 # ---------------------------------------------------------------- heads
@@ -245,7 +162,7 @@ def _from_pretrained(
                 local_files_only=True,
                 trust_remote_code=False,
                 **options,
-                **_REPORT,
+                **REPORT,
             )
         except ValueError as error:
             if "does not support" not in str(error) or "attention" not in str(error):
@@ -256,8 +173,8 @@ def _from_pretrained(
             raise ConfigError(
                 "runtime.trainer.attention", attention, rule, 'set runtime.trainer.attention = "eager"'
             ) from error
-    _note_tying(model)
-    _check_weights(loading, str(folder), allowed_missing=allowed_missing)
+    note_tying(model)
+    check_weights(loading, str(folder), allowed_missing=allowed_missing)
     return model
 
 
@@ -274,13 +191,13 @@ def renamed_weights(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tens
             state_dict=dict(tensors),
             dtype=model.dtype,
             trust_remote_code=False,
-            **_REPORT,
+            **REPORT,
         )
     kept = {name: tensors[name] for name in loading["unexpected_keys"]}
     return {name: one for name, one in made.state_dict().items() if name not in loading["missing_keys"]} | kept
 
 
-def _check_weights(loading: dict[str, Any], path: str, *, allowed_missing: tuple[str, ...] = ()) -> None:
+def check_weights(loading: dict[str, Any], path: str, *, allowed_missing: tuple[str, ...] = ()) -> None:
     """Raise ConfigError where transformers has drawn weights at random: for missing ones, and those of another shape."""
     missing = sorted(set(loading["missing_keys"]) - set(allowed_missing))
     other = sorted(name for name, *_ in loading["mismatched_keys"])
@@ -293,7 +210,7 @@ def _check_weights(loading: dict[str, Any], path: str, *, allowed_missing: tuple
         raise ConfigError("model.path", path, rule, "give a folder of the same architecture")
 
 
-def _check_type(config: Any, path: str, *, lm: bool) -> None:
+def check_type(config: Any, path: str, *, lm: bool) -> None:
     """Raise ConfigError for a model with an encoder (T5), and where an LM head is needed, for one that has none."""
     rule = ""
     if getattr(config, "is_encoder_decoder", False):
@@ -305,7 +222,7 @@ def _check_type(config: Any, path: str, *, lm: bool) -> None:
         raise ConfigError("model.path", path, rule, "use a decoder-only model")
 
 
-def _note_tying(model: Any) -> None:
+def note_tying(model: Any) -> None:
     """Correct a configuration that ties an LM head with a weight of its own: vLLM would leave that weight out."""
     text = model.config.get_text_config()
     head = model.get_output_embeddings()
@@ -338,72 +255,6 @@ def _config_without_dropout(folder: Path) -> Any:
             if isinstance(value, float) and "drop" in name:  # also attn_pdrop and layerdrop
                 setattr(owner, name, 0.0)
     return config
-
-
-# ---------------------------------------------------------------- sources
-
-
-def _source(config: PretrainedModel) -> tuple[str, dict[str, Any]]:
-    """Return the name of the model for transformers, and the options that locate it."""
-    options: dict[str, Any] = {"gguf_file": config.gguf_file} if config.gguf_file else {}
-    folder = local_folder(config)
-    if folder is not None:
-        if not config.gguf_file:
-            check_folder(folder)
-            if not any(folder.glob("*.safetensors")):
-                remedy = "convert the weights, or set model.gguf_file"
-                raise ConfigError("model.path", config.path, "has no .safetensors file", remedy)
-        return str(folder), options
-    return config.path, options | {"revision": config.revision}
-
-
-def _weights_options(config: PretrainedModel) -> dict[str, Any]:
-    if not config.gguf_file:
-        return {"use_safetensors": True, "dtype": "auto"}
-    return {"quantization_config": GgufConfig(dequantize=True), "dtype": torch.float32}
-
-
-def _fetch(auto: Any, config: PretrainedModel, source: str, options: dict[str, Any]) -> Any:
-    try:
-        return auto.from_pretrained(source, trust_remote_code=False, **options)
-    except (OSError, ValueError, ImportError, SafetensorError, StrictDataclassError) as error:
-        remedy = "check the name, the revision and the network connection"
-        if Path(source).is_dir():
-            remedy = "check the files in it; `git lfs pull` fetches those that pointers stand for"
-        if isinstance(error, ImportError) and config.gguf_file:
-            remedy = "pip install gguf"
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError("model.path", config.path, f"could not be loaded ({reason})", remedy) from error
-
-
-def _opening(tokenizer: Any) -> str:
-    """Return the tokens that `tokenizer` puts before a text as the beginning of a chat template; "" if there are none."""
-    plain, whole = tokenizer("a", add_special_tokens=False)["input_ids"], tokenizer("a")["input_ids"]
-    start = next((at for at in range(len(whole)) if whole[at : at + len(plain)] == plain), 0)
-    return "".join("{{ " + json.dumps(token) + " }}" for token in tokenizer.convert_ids_to_tokens(whole[:start]))
-
-
-def _ensure_padding(config: PretrainedModel, model: Any, tokenizer: Any) -> None:
-    """Set a padding token that has an embedding and is not the end token, in the tokenizer and the model."""
-    vocabulary, rows = tokenizer.get_vocab(), model.config.get_text_config().vocab_size
-    unknown = sorted((t for t in vocabulary if vocabulary[t] >= rows and t != tokenizer.pad_token), key=vocabulary.get)
-    if unknown:
-        logger.warning("%s has no embeddings for the tokens %s: texts that have them are refused", config.path, unknown)
-    if tokenizer.pad_token_id in (None, tokenizer.eos_token_id) or tokenizer.pad_token_id >= rows:
-        others = (tokenizer.eos_token, tokenizer.bos_token)
-        chosen = [t for t in PAD_CANDIDATES if t not in others and vocabulary.get(t, rows) < rows]
-        if chosen:
-            tokenizer.pad_token = chosen[0]
-        elif unknown:
-            rule = f"its tokenizer has {len(tokenizer)} tokens, among them no padding token, and the model {rows} embeddings"
-            raise ConfigError("model.path", config.path, rule, "resize the model's embeddings and save it")
-        else:
-            tokenizer.add_special_tokens({"pad_token": tokenizer.pad_token or PAD_CANDIDATES[0]})
-            if len(tokenizer) > model.get_input_embeddings().num_embeddings:
-                model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-        logger.info("the padding token of %s is now %s", json.dumps(type(model).__name__), tokenizer.pad_token)
-    model.config.pad_token_id = tokenizer.pad_token_id
-    model.generation_config.pad_token_id = tokenizer.pad_token_id
 
 
 # ---------------------------------------------------------------- export

@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import peft
@@ -358,16 +359,23 @@ class WeightStream:
     The merge is V = W + scaling * B A in fp32, with every row of V scaled to its learned norm for DoRA, and rounded once to
     the dtype of W. A 4-bit W is dequantized first. The live model does not change.
 
-    With `adapters_alone` the weights are the trained A and B, under the names of peft's files.
+    With `adapters_alone` the weights are the trained A and B, under the names of peft's files. `stored` reads weights of a
+    model that is on the meta device, by their names in it.
 
     >>> [(name, tuple(weight.shape)) for name, weight in WeightStream(nn.Linear(3, 2))]
     [('weight', (2, 3)), ('bias', (2,))]
     """
 
     def __init__(
-        self, model: nn.Module, *, whole: Whole = lambda _: nullcontext(), adapters_alone: bool = False
+        self,
+        model: nn.Module,
+        *,
+        whole: Whole = lambda _: nullcontext(),
+        adapters_alone: bool = False,
+        stored: Mapping[str, Callable[[], Tensor]] = MappingProxyType({}),
     ) -> None:
         self.whole = whole
+        self._stored = stored
         self._root = model.backbone if isinstance(model, ValueModel) else model
         if adapters_alone:
             self._sources = {_in_peft(name): _Source(weight) for name, weight in _trained_adapters(model)}
@@ -406,7 +414,10 @@ class WeightStream:
         # A function of its own, so that nothing here keeps a weight in memory while the next one is made whole.
         sources = {name: self._sources[name] for name in group.sources}
         with self.whole([tensor for source in sources.values() for tensor in source.tensors()]):
-            state = {name: source.value() for name, source in sources.items()}
+            state = {
+                name: self._stored[name]() if name in self._stored else source.value()
+                for name, source in sources.items()
+            }
             del sources
             if group.converted:
                 state = _reverted(self._root, state)

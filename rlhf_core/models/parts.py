@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from transformers.initialization import no_init_weights
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.models.forward import with_head
 from rlhf_core.models.loading import checked_config, set_padding, without_dropout
+from rlhf_core.models.lora import WeightStream
 from rlhf_core.models.parameter_sources import OpenFiles, ParameterSource, find_sources
 
 logger = logging.getLogger(__name__)
@@ -52,13 +54,8 @@ def open_parts(spec: ModelSpec, *, dtype: str, attention: str) -> ModelParts | N
         auto = AutoModelForSequenceClassification
         config.num_labels = 1
         set_padding(config, folder)
-    # Buffers such as RoPE's frequencies are computed here: under ZeRO's own context they would be rounded to `dtype`.
-    with torch.random.fork_rng(devices=[]), no_init_weights(), _parameters_on_meta():
-        model: Any = auto.from_config(config, trust_remote_code=False, **options)
-    model.tie_weights()
-    found = find_sources(model, folder)
-    sources = _of_parameters(model, found, drawn={"score.weight"} if classifier else set())
-    if sources is None or not _read_buffers(model, found, options["dtype"]):
+    model, sources = _on_meta(auto, config, folder, options, drawn={"score.weight"} if classifier else set())
+    if sources is None:
         reason = "its files do not have all weights of a %s, or transformers does more than stack and concatenate them"
         logger.info(f"%s is loaded whole by every rank: {reason}", spec.path, type(model).__name__)
         return None
@@ -68,6 +65,46 @@ def open_parts(spec: ModelSpec, *, dtype: str, attention: str) -> ModelParts | N
     if whole is not model:
         sources = {f"backbone.{name}": source for name, source in sources.items()}
     return ModelParts(without_dropout(whole), sources)
+
+
+def open_stored(config: Any, folder: Path) -> ModelParts | None:
+    """Open the causal LM of the files in `folder` in its own dtype, or return None if it must be loaded whole."""
+    dtype = getattr(torch, str(config.dtype).removeprefix("torch."))
+    model, sources = _on_meta(AutoModelForCausalLM, config, folder, {"dtype": dtype}, drawn=set())
+    kept = _in_float32(model, dtype)
+    if sources is None or any(pattern.search(name) for name in sources for pattern in kept):
+        return None
+    if model.can_generate():
+        named = {} if (folder / "generation_config.json").exists() else OF_CONFIG
+        model.generation_config = GenerationConfig.from_pretrained(folder, **named)
+    return ModelParts(model.eval(), sources)
+
+
+OF_CONFIG: dict[str, Any] = {"config_file_name": "config.json", "_from_model_config": True}
+"""Options with which transformers takes the settings of generation from a model's own configuration."""
+
+
+def weights_of(parts: ModelParts, files: OpenFiles) -> WeightStream:
+    """The weights of a model, each of which is read when its turn comes."""
+
+    def read(name: str, like: torch.Tensor) -> torch.Tensor:
+        return parts.sources[name].read(files, 0, like.numel()).reshape(like.shape).to(like.dtype)
+
+    parameters = parts.module.named_parameters()
+    return WeightStream(parts.module, stored={name: partial(read, name, one) for name, one in parameters})
+
+
+def _on_meta(
+    auto: Any, config: Any, folder: Path, options: Mapping[str, Any], *, drawn: AbstractSet[str]
+) -> tuple[Any, dict[str, ParameterSource] | None]:
+    """A model whose parameters are on the meta device, and their sources; None if a weight cannot be read by range."""
+    # Buffers such as RoPE's frequencies are computed here: under ZeRO's own context they would be rounded to `dtype`.
+    with torch.random.fork_rng(devices=[]), no_init_weights(), _parameters_on_meta():
+        model: Any = auto.from_config(config, trust_remote_code=False, **options)
+    model.tie_weights()
+    found = find_sources(model, folder)
+    sources = _of_parameters(model, found, drawn=drawn)
+    return model, sources if _read_buffers(model, found, options["dtype"]) else None
 
 
 @contextmanager
@@ -104,7 +141,7 @@ def _read_buffers(model: Any, found: Mapping[str, ParameterSource], dtype: torch
     They are small, and whole on every rank. transformers keeps some in float32. It does so with parameters, too, but
     DeepSpeed casts all of those to its dtype.
     """
-    kept = [re.compile(name.replace("*", ".*")) for name in model._get_dtype_plan(dtype)]
+    kept = _in_float32(model, dtype)
     buffers = {name: one for name, one in model.named_buffers() if name in model.state_dict()}
     if any(name not in found or found[name].shape != tuple(one.shape) for name, one in buffers.items()):
         return False
@@ -115,3 +152,8 @@ def _read_buffers(model: Any, found: Mapping[str, ParameterSource], dtype: torch
             in_float32 = any(pattern.search(name) for pattern in kept)
             setattr(model.get_submodule(owner), last, whole.to(torch.float32 if in_float32 else one.dtype))
     return True
+
+
+def _in_float32(model: Any, dtype: torch.dtype) -> list[re.Pattern[str]]:
+    """Patterns of the names of weights that transformers keeps in float32."""
+    return [re.compile(name.replace("*", ".*")) for name in model._get_dtype_plan(dtype)]

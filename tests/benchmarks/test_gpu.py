@@ -52,6 +52,14 @@ def test_a_step_has_a_time_limit_and_others_go_on(tmp_path, monkeypatch, capsys)
     assert "took more than 0.01 s" in capsys.readouterr().out
 
 
+def test_the_table_is_in_a_file_and_names_steps_for_which_no_time_was_left(tmp_path, capsys):
+    arguments = ["--device", "cpu", "--out", str(tmp_path), "--steps", "imports", "sync"]
+    assert gpu.main([*arguments, "--minutes", "1"]) == 0  # a step may take 15 s, a quarter
+    written = (tmp_path / "table.md").read_text()
+    assert written.count("| not run |") == 2 and "never run here: sync: no time was left (--minutes)" in written
+    assert written.strip() in capsys.readouterr().out
+
+
 @pytest.mark.engine
 @pytest.mark.slow
 @pytest.mark.timeout(1200)

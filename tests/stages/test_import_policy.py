@@ -4,7 +4,7 @@ import pytest
 
 from rlhf_core.config.models import PretrainedModel
 from rlhf_core.errors import ConfigError
-from rlhf_core.models.loading import materialize
+from rlhf_core.models.materialize import materialize
 from rlhf_core.types import PolicyRef
 from stages.config.import_policy import ImportPolicyConfig, content_digests
 from tests.support.workshop import Workshop, make_reward_model

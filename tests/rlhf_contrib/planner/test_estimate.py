@@ -31,7 +31,7 @@ COLOCATED = [
     "runtime.sampler.gpu_memory_fraction=0.35",
 ]
 REFUSED = {
-    "runtime.trainer.offload_optimizer = False: ppo needs 95.0": ("one_node/full", APART, "set it to true"),
+    "runtime.trainer.offload_optimizer = False: ppo needs 95.2": ("one_node/full", APART, "set it to true"),
     "runtime.sampler.sleep = False": (
         "one_node/full",
         [*COLOCATED, "runtime.sampler.gpu_memory_fraction=0.4"],

@@ -31,10 +31,10 @@ from rlhf_core.models.initialize import initialize_llama, train_tokenizer
 from rlhf_core.models.loading import (
     check_kernels,
     export_model,
-    materialize,
     shared_vocabulary,
     use_liger,
 )
+from rlhf_core.models.materialize import materialize
 from rlhf_core.models.packages import local_folder
 from rlhf_core.pretrained import load_tokenizer
 from rlhf_core.rewards.model import check_classifier

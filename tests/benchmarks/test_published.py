@@ -1,0 +1,55 @@
+"""The planner beside publications: docs/scaling.md has the table that the program prints, and rows that miss are known."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.published import OPENRLHF, PUBLISHED, SUPPORT, VERL, agrees, planned, ratio, table
+
+MISSES = {("Qwen3 30B-A3B", 32), ("Llama 2 70B", 32), ("Llama 2 13B", 64), ("Qwen3 4B", 8)}
+"""Model and GPUs; of Qwen3 4B the run on B200."""
+
+
+@pytest.fixture(scope="module")
+def pairs():
+    return [(one, planned(one)) for one in PUBLISHED]
+
+
+def test_the_documented_table_is_the_one_that_is_printed(pairs):
+    page = (Path(__file__).parents[2] / "docs/scaling.md").read_text(encoding="utf-8")
+    assert [line for line in table(pairs) if line not in page] == []
+
+
+@pytest.mark.parametrize(
+    ("source", "model", "work", "gpus", "card"),
+    [
+        (VERL, "Qwen2.5 72B", "grpo", 8, "h100"),
+        (VERL, "Qwen2.5 32B", "grpo", 4, "h100"),
+        (OPENRLHF, "Mixtral 8x7B", "sft", 8, "a100"),
+        (SUPPORT, "Llama 2 70B", "ppo", 16, "a100"),
+        (OPENRLHF, "Llama 3 8B", "ppo", 8, "a100"),
+        (SUPPORT, "Llama 2 7B", "ppo", 4, "rtx4090"),
+    ],
+)
+def test_sizes_that_others_run_fit(pairs, source, model, work, gpus, card):
+    [made] = [
+        made
+        for one, made in pairs
+        if (one.source, one.model, one.work, one.gpus, one.card) == (source, model, work, gpus, card)
+    ]
+    assert made.fits, [(load.where, load.total / 1e9, load.limit / 1e9) for load in made.loads]
+
+
+def test_all_but_the_rows_that_are_known_to_miss_agree(pairs):
+    missed = [(one, made) for one, made in pairs if not agrees(one, made)]
+    assert {(one.model, one.gpus) for one, _ in missed} == MISSES and len(missed) == len(MISSES)
+    assert {one.card for one, _ in missed if one.model == "Qwen3 4B"} == {"b200"}
+
+
+def test_a_publication_without_adapters_by_hand(pairs):
+    [(one, made)] = [pair for pair in pairs if pair[0].model == "Llama 3 8B" and pair[0].seconds == 8.42]
+    # 8.03e9 parameters, less an embedding that multiplies nothing, are 7.5e9; a row of 32,768 on each of 8 H100s at 0.4 of
+    # 989e12, 8 products for each weight with those that are made twice, and 8 for each of 32 x 4,096 queries and half a row.
+    flops = 32768 * (8 * 7.5e9 + 8 * 32 * 4096 * 32768)
+    assert sum(made.seconds.values()) == pytest.approx(flops / (0.4 * 989e12), rel=0.01)
+    assert ratio(one, made) == pytest.approx(sum(made.seconds.values()) / 8.42)
