@@ -45,10 +45,34 @@ class TokenBatch:
     """Other per-token values of the samples by field name (`old_logprobs`, `advantages`, ...): float32 BL, padded by 0."""
     packed: bool
     """Whether some row holds more than one sample."""
+    source: TokenBatch | None = None
+    """The batch in host memory from which this one was copied to a device."""
+
+    @property
+    def on_host(self) -> TokenBatch:
+        """The batch in host memory, for values that Python reads: reading them from a GPU waits for all its work."""
+        return self.source or self
 
     def to(self, device: str | torch.device) -> TokenBatch:
-        moved = {one.name: getattr(self, one.name).to(device) for one in fields(self) if one.name.endswith("_BL")}
-        return replace(self, **moved, fields={name: value_BL.to(device) for name, value_BL in self.fields.items()})
+        moved: dict[str, Any] = {
+            one.name: to_device(getattr(self, one.name), device) for one in fields(self) if one.name.endswith("_BL")
+        }
+        further = {name: to_device(value_BL, device) for name, value_BL in self.fields.items()}
+        return replace(self, **moved, fields=further, source=self.on_host)
+
+    def masked_positions(self, *, start: int = 0) -> tuple[Tensor, Tensor]:
+        """Rows and positions of the tokens that the loss mask selects; positions are counted from `start`."""
+        rows_T, at_T = torch.nonzero(self.on_host.loss_mask_BL[:, start:], as_tuple=True)
+        device = self.loss_mask_BL.device
+        return to_device(rows_T, device), to_device(at_T, device)
+
+
+def to_device(x: Tensor, device: str | torch.device) -> Tensor:
+    """Copy a tensor in host memory to a device, without waiting for the work that is queued there.
+
+    `x` may be changed or released at once: the driver has its own copy of memory that is not pinned.
+    """
+    return x.to(device, non_blocking=True)
 
 
 def collate(samples: Sequences | Sequence[TokenSample], *, pad_id: int, pack_to: int | None = None) -> TokenBatch:
@@ -212,7 +236,7 @@ def shared_rows(batch: TokenBatch, *, prefixes_of: int = 0) -> SharedRows | None
     if rows > WORTHWHILE * count:
         rows = count
     if prefixes_of:
-        rows_BL = batch.token_ids_BL.int().cpu().numpy()
+        rows_BL = batch.on_host.token_ids_BL.int().numpy()
         sequences = [ids(row_L[:taken]) for row_L, (_, _, taken) in zip(rows_BL, batch.rows, strict=True)]
         blocks = common_beginnings(sequences, hidden=prefixes_of)
         longest = max(length, *(block.length for block in blocks))
@@ -285,7 +309,7 @@ def _with_prefixes(
             gone_to[row * width : row * width + prefix] = torch.arange(begin, begin + prefix)
             gone_to[row * width + prefix : row * width + taken] = torch.arange(place, place + taken - prefix)
     device = batch.token_ids_BL.device
-    block_RL, sample_RL = block_ids.reshape(rows, length).to(device), sample_ids.reshape(rows, length).to(device)
+    block_RL, sample_RL = (to_device(one.reshape(rows, length), device) for one in (block_ids, sample_ids))
     mask_RLL = sample_RL[:, :, None] == sample_RL[:, None, :]
     mask_RLL |= (sample_RL == 0)[:, None, :]
     mask_RLL &= block_RL[:, :, None] == block_RL[:, None, :]
@@ -302,5 +326,6 @@ def _laid(
     mask_R1LL: Tensor | None = None,
 ) -> SharedRows:
     device = batch.token_ids_BL.device
-    token_ids_RL = batch.token_ids_BL.flatten()[comes_from.to(device)].reshape(rows, -1)
-    return SharedRows(token_ids_RL, positions.reshape(rows, -1).to(device), gone_to.to(device), mask_R1LL)
+    token_ids = batch.on_host.token_ids_BL.flatten()[comes_from]
+    token_ids_RL, positions_RL = (to_device(one.reshape(rows, -1), device) for one in (token_ids, positions))
+    return SharedRows(token_ids_RL, positions_RL, to_device(gone_to, device), mask_R1LL)

@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rlhf_core.errors import ConfigError
 from rlhf_core.models.architecture import length_limit, padding_id, too_long, unknown_token
-from rlhf_core.models.batches import TokenBatch, check_packing, keeps_apart, prefix_width, shared_rows
+from rlhf_core.models.batches import TokenBatch, check_packing, keeps_apart, prefix_width, shared_rows, to_device
 from rlhf_core.models.packages import VALUE_HEAD_FILE
 from rlhf_core.models.piece_sizes import LOGPROB_ELEMENTS
 
@@ -286,8 +286,8 @@ def _samples(batch: TokenBatch) -> tuple[Tensor, Tensor]:
     for index, (row, start, length) in enumerate(batch.rows):
         sample_BL[row, start : start + length] = index
     device = batch.token_ids_BL.device
-    lengths = torch.tensor([[float(length)] for _, _, length in batch.rows], device=device)
-    return sample_BL.reshape(-1).to(device), lengths
+    lengths = torch.tensor([[float(length)] for _, _, length in batch.rows])
+    return to_device(sample_BL.reshape(-1), device), to_device(lengths, device)
 
 
 # ---------------------------------------------------------------- measurements of a batch
@@ -368,8 +368,8 @@ def sequence_scores(model: nn.Module, batch: TokenBatch) -> Tensor:
     """
     classifier: Any = model
     device = batch.token_ids_BL.device
-    rows_N = torch.tensor([row for row, _, _ in batch.rows], device=device)
-    last_N = torch.tensor([start + length - 1 for _, start, length in batch.rows], device=device)
+    rows_N = to_device(torch.tensor([row for row, _, _ in batch.rows]), device)
+    last_N = to_device(torch.tensor([start + length - 1 for _, start, length in batch.rows]), device)
     hidden_NH = hidden_states(model, batch)[rows_N, last_N]
     return classifier.score(hidden_NH).squeeze(-1)  # type: ignore[no-any-return]
 
@@ -381,7 +381,7 @@ def step_scores(model: nn.Module, batch: TokenBatch) -> Tensor:
     of `sequence_scores`.
     """
     classifier: Any = model
-    rows_T, at_T = torch.nonzero(batch.loss_mask_BL, as_tuple=True)
+    rows_T, at_T = batch.masked_positions()
     hidden_TH = hidden_states(model, batch)[rows_T, at_T]
     return _scatter(classifier.score(hidden_TH).squeeze(-1), rows_T, at_T, batch)
 
@@ -582,11 +582,12 @@ def hidden_states(model: nn.Module, batch: TokenBatch) -> Tensor:
 
 def _check_batch(batch: TokenBatch, rules: ModelRules, config: Any) -> None:
     """Raise ConfigError for rows that are longer than the model allows, and for tokens beyond its vocabulary."""
-    if (largest := int(batch.token_ids_BL.max())) >= rules.vocabulary:
+    if (largest := int(batch.on_host.token_ids_BL.max())) >= rules.vocabulary:
         raise unknown_token(largest, rules.vocabulary)
-    if rules.longest is not None and (length := int(batch.position_ids_BL.max()) + 1) > rules.longest:
+    length = int(batch.on_host.position_ids_BL.max()) + 1
+    if rules.longest is not None and length > rules.longest:
         raise too_long("max_length", length, config, rules.longest)
-    if rules.stated is not None and int(batch.position_ids_BL.max()) >= rules.stated:
+    if rules.stated is not None and length > rules.stated:
         warn_of_positions(rules.stated)
 
 
@@ -613,8 +614,7 @@ def _takes_positions(backbone: nn.Module) -> bool:
 
 def _masked_positions(batch: TokenBatch) -> tuple[Tensor, Tensor]:
     """Return rows_T and before_T, the positions t - 1 whose hidden states predict the masked tokens t."""
-    rows_T, before_T = torch.nonzero(batch.loss_mask_BL[:, 1:], as_tuple=True)
-    return rows_T, before_T
+    return batch.masked_positions(start=1)
 
 
 def _scatter(x_T: Tensor, rows_T: Tensor, positions_T: Tensor, batch: TokenBatch) -> Tensor:

@@ -228,7 +228,7 @@ class LocalTrainer:
         """Return the process reward model's logits at the masked tokens of each sample, one per step, in order."""
 
         def compute(module: nn.Module, batch: TokenBatch) -> list[Tensor]:
-            logits, masks = unpack(step_scores(module, batch).cpu(), batch), unpack(batch.loss_mask_BL.cpu(), batch)
+            logits, masks = unpack(step_scores(module, batch).cpu(), batch), unpack(batch.on_host.loss_mask_BL, batch)
             return [row[mask != 0] for row, mask in zip(logits, masks, strict=True)]
 
         return [floats(row.numpy()) for row in self._measure(samples, compute)]

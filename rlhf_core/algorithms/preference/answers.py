@@ -136,7 +136,7 @@ def answer_output(
     metrics = {
         "loss": loss,
         # A share of the point, as of every metric: the shares of the micro-batches add up to the step's.
-        **{name: reward_B.new_tensor(value) * (len(reward_B) / rows) for name, value in point.items()},
+        **{name: reward_B.new_full((), value) * (len(reward_B) / rows) for name, value in point.items()},
         "rewards/desirable": reward_B.masked_fill(~desirable_B, 0.0).sum() / max(desirable_rows, 1.0),
         "rewards/undesirable": reward_B.masked_fill(desirable_B, 0.0).sum() / max(rows - desirable_rows, 1.0),
     }

@@ -30,7 +30,7 @@ from rlhf_core.algorithms.token_math import (
 )
 from rlhf_core.errors import DataError
 from rlhf_core.interfaces import Objective
-from rlhf_core.models.batches import TokenBatch, collate
+from rlhf_core.models.batches import TokenBatch, collate, to_device
 from rlhf_core.models.forward import sequence_scores, step_scores, token_logprobs, token_values, watching
 from rlhf_core.sequences import Sequences, Subset, copy_rows
 from rlhf_core.training.batching import ROWS, step_counts
@@ -113,7 +113,7 @@ class BradleyTerryObjective:
         sequences = [pair.chosen_ids for pair in samples] + [pair.rejected_ids for pair in samples]
         scores_N = sequence_scores(model.module, model.batch(Sequences.from_token_ids(sequences)))
         chosen_B, rejected_B = scores_N.split(len(samples))
-        margin_B = torch.tensor([pair.margin for pair in samples], dtype=torch.float32, device=model.device)
+        margin_B = to_device(torch.tensor([pair.margin for pair in samples], dtype=torch.float32), model.device)
         return bradley_terry_loss(
             chosen_B, rejected_B, margin=margin_B, center_coef=self.centering_coef, pairs=denominators["pairs"]
         )
@@ -273,9 +273,9 @@ class StepObjective:
     ) -> LossOutput:
         """Return the share of `samples` in the loss, with the metrics `loss`, `accuracy` and `positive_fraction`."""
         batch = model.batch(samples)
-        judged_BL = batch.loss_mask_BL != 0
-        logits_S = step_scores(model.module, batch)[judged_BL]
-        return step_loss(logits_S, batch.fields["labels"][judged_BL], steps=denominators["steps"])
+        judged = batch.masked_positions()
+        logits_S = step_scores(model.module, batch)[judged]
+        return step_loss(logits_S, batch.fields["labels"][judged], steps=denominators["steps"])
 
 
 # ---------------------------------------------------------------- Add the load-balancing loss of a mixture of experts to an objective

@@ -17,7 +17,7 @@ from rlhf_core.algorithms.distillation import DivergenceKind, multi_teacher_loss
 from rlhf_core.algorithms.token_math import LossOutput
 from rlhf_core.data.alignment import AlignedSample, AlignedTeacher, CrossTokenizerSample
 from rlhf_core.interfaces import Trainer
-from rlhf_core.models.batches import TokenBatch
+from rlhf_core.models.batches import TokenBatch, to_device
 from rlhf_core.models.forward import over_logits
 from rlhf_core.training.objectives.base import PlacedModel, count_tokens
 from rlhf_core.training.objectives.cross_tokenizer import teacher_outcomes
@@ -55,7 +55,7 @@ class DistillationObjective:
         plain = [TokenSample(sample.token_ids, sample.loss_mask) for sample in samples]
         batch = model.batch(plain)
         inputs = [
-            torch.from_numpy(np.concatenate(parts)).to(model.device)
+            to_device(torch.from_numpy(np.concatenate(parts)), model.device)
             for tops in zip(*(sample.teachers for sample in samples), strict=True)
             for parts in ([top.logprobs for top in tops], [top.ids for top in tops])
         ]
@@ -98,7 +98,7 @@ def top_logprobs(model: nn.Module, batch: TokenBatch, *, k: int, temperature: fl
     k = 0 returns all tokens. `batch` must have one sample per row. Call it without gradients.
     """
     tops = over_logits(model, batch, partial(_top, k=k, temperature=temperature))
-    ends = np.cumsum([int((mask_L != 0).sum()) for mask_L in batch.loss_mask_BL.cpu()])[:-1]
+    ends = np.cumsum([int((mask_L != 0).sum()) for mask_L in batch.on_host.loss_mask_BL])[:-1]
     return [TopLogprobs(*parts) for parts in zip(*(np.split(part.numpy(), ends) for part in tops), strict=True)]
 
 

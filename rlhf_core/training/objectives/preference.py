@@ -19,6 +19,7 @@ from rlhf_core.algorithms.preference.answers import BCOLoss, KTOLoss, RewardShif
 from rlhf_core.algorithms.preference.base import PairBatch, PreferenceMethod, length_desensitised
 from rlhf_core.algorithms.token_math import LossOutput
 from rlhf_core.interfaces import Trainer, logprob_rows
+from rlhf_core.models.batches import to_device
 from rlhf_core.models.forward import token_logprobs
 from rlhf_core.training.objectives.base import PlacedModel, count_tokens, total
 from rlhf_core.types import AnswerSample, PreferenceSample, TokenSample
@@ -50,7 +51,8 @@ class PairObjective:
         """Return the share of `samples` in the loss, with metrics `loss`, `rewards/*`, `logprobs/*` and maybe `nll`."""
         pairs = _forward_pairs(model, samples, self.length_alpha)
         references = [[s.ref_chosen_logprob, s.ref_rejected_logprob] for s in samples]
-        ref_chosen_B, ref_rejected_B = torch.tensor(references, dtype=torch.float32, device=model.device).unbind(dim=1)
+        references_B2 = to_device(torch.tensor(references, dtype=torch.float32), model.device)
+        ref_chosen_B, ref_rejected_B = references_B2.unbind(dim=1)
         output = self.loss.loss(
             PairBatch(
                 chosen_logprobs=pairs.chosen_B,
@@ -196,8 +198,8 @@ def _forward_answers(model: PlacedModel, samples: Sequence[AnswerSample]) -> tup
     logprobs_BL, _ = token_logprobs(model.module, batch, temperature=1.0, with_entropy=False)
     return (
         logprobs_BL.sum(dim=1),
-        torch.tensor([sample.ref_logprob for sample in samples], dtype=torch.float32, device=model.device),
-        torch.tensor([sample.desirable for sample in samples], device=model.device),
+        to_device(torch.tensor([sample.ref_logprob for sample in samples], dtype=torch.float32), model.device),
+        to_device(torch.tensor([sample.desirable for sample in samples]), model.device),
     )
 
 

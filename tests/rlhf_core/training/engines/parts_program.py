@@ -141,8 +141,8 @@ def train_on_made_up_gpus(cases: dict[str, Any], out: Path) -> None:
     accelerator.device_name = accelerator.current_device_name = lambda *_: "cuda:0"
     accelerator.on_accelerator = lambda tensor: tensor.is_cuda
     for name, case in cases.items():
-        with made_up_device() as is_there:
-            made = trained(case, out / f"{name}_parts_of_{world}", is_there)
+        with made_up_device() as device:
+            made = trained(case, out / f"{name}_parts_of_{world}", device.holds)
         torch.save({"parts": made}, out / f"{name}_{rank}.pt")
 
 
