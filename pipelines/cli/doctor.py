@@ -5,6 +5,7 @@ import ctypes.util
 import importlib.metadata
 import os
 import platform
+import re
 import resource
 import shutil
 import socket
@@ -154,10 +155,16 @@ def network(ports: Path = Path("/sys/class/infiniband")) -> tuple[bool, str, str
     if ctypes.util.find_library("ibverbs") is None:
         remedy = "apt-get install libibverbs1 ibverbs-providers librdmacm1"
         return False, f"NCCL would take TCP over {interfaces}, not {devices}: libibverbs is missing", remedy
-    if locked != resource.RLIM_INFINITY:
+    if locked != resource.RLIM_INFINITY and not may_lock_all():
         remedy = "ulimit -l unlimited, or IPC_LOCK for a container"
         return False, f"NCCL would take {devices}, but may lock {locked >> 10} KiB of memory alone", remedy
     return True, f"NCCL would take {devices}{said}", ""
+
+
+def may_lock_all(status: Path = Path("/proc/self/status")) -> bool:
+    """True if this process has the capability IPC_LOCK, to which the limit does not apply."""
+    found = re.search(r"^CapEff:\s*([0-9a-f]+)", status.read_text(encoding="utf-8"), re.MULTILINE)
+    return bool(found and int(found[1], 16) >> 14 & 1)
 
 
 def tcp_interfaces() -> list[str]:
@@ -166,7 +173,9 @@ def tcp_interfaces() -> list[str]:
     up = [
         name
         for name, addresses in psutil.net_if_addrs().items()
-        if stats[name].isup and any(one.family in (socket.AF_INET, socket.AF_INET6) for one in addresses)
+        if name in stats
+        and stats[name].isup
+        and any(one.family in (socket.AF_INET, socket.AF_INET6) for one in addresses)
     ]
     first = [name for name in up if name.startswith("ib")]
     return first or [name for name in up if not name.startswith(("docker", "lo", "virbr"))]

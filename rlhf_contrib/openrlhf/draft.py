@@ -4,13 +4,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from rlhf_contrib.openrlhf.flags import Arguments, Given
+from rlhf_contrib.openrlhf.shell import HOLD_SECRETS
 from rlhf_core.errors import ConfigError
 
 LARGEST_WINS = {"prepare_data.max_prompt_tokens", "prepare_data.max_tokens", "runtime.sampler.max_model_len"}
 """Limits that must be large enough for every command of a script."""
-
-HOLD_SECRETS = {"--use_wandb", "--logger.wandb.key"}
-"""Flags with a value that no report shows."""
 
 Fate = Literal["translated", "ignored", "not translatable"]
 _FATES: tuple[Fate, ...] = ("ignored", "translated", "not translatable")

@@ -45,7 +45,7 @@ def computed(text: str) -> int | None:
         return None
     try:
         value = _arithmetic(ast.parse(text.replace("&&", " and ").replace("||", " or ").strip(), mode="eval").body)
-    except (SyntaxError, ZeroDivisionError):
+    except (SyntaxError, ZeroDivisionError, MemoryError, RecursionError):  # also for an expression that is too deep
         return None
     return value if -(2**63) <= value < 2**63 else None
 
@@ -147,6 +147,7 @@ class Values:
 
     def fields(self, raw: str, *, split: bool = True) -> list[str]:
         """Return the words that a word as written expands to; without `split`, as in an assignment, one at most."""
+        self.spend(len(raw))
         found: list[str] = []
         current: str | None = None
         at = 0
@@ -317,6 +318,7 @@ class Values:
     def _substituted(self, text: str) -> list[str]:
         """Return the output of `$(echo x)` and `$(cat <<END ...)`; any other command stays as written."""
         inner = text[1:-1] if text.startswith("`") else text[2:-1]
+        self.spend(len(inner))
         items = parse(inner)
         if not items:  # a comment between continued lines
             return []
@@ -399,6 +401,7 @@ class Values:
 
         Comparisons give 1 or 0. A quotient is rounded down.
         """
+        self.spend(len(text))
         text = re.sub(r"^\s*(?:(\w+)(\+\+|--)|(\+\+|--)(\w+))\s*$", r"\1\4 \2\3", text)
         if step := re.fullmatch(r"(\w+) (\+|-)[+-]", text):
             text = f"{step[1]} {step[2]}= 1"

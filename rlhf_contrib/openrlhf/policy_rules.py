@@ -427,7 +427,7 @@ def exports(one: Sheet, key: str) -> None:
         one.put(f"{key}.export_every", every, "save_hf_ckpt", "save_steps")
     elif steps and steps.given:
         one.ignore("save_hf_ckpt", f"there is no such step before the last, {steps.value}, whose policy is exported")
-    elif key in ("sft", "ppo"):
+    elif key in ("sft", "dpo", "ppo"):
         number = f"{key}.steps" if key == "ppo" else f"{key}.loop.max_steps"
         reason = "policies on the way are named by their steps, whose number is not in the script"
         one.refuse("save_hf_ckpt", reason, f"{key}.export_every = {every} once {number} is set")

@@ -16,6 +16,10 @@ from rlhf_contrib.openrlhf.expansion import Values, double_test, released, test
 from rlhf_contrib.openrlhf.syntax import ASSIGNMENT, Block, Branch, Item, Simple, assigned_names, leaves, parse
 from rlhf_core.errors import ConfigError
 
+HOLD_SECRETS = {"--use_wandb", "--logger.wandb.key"}
+"""Flags with a value that no report shows."""
+_SECRET = re.compile(rf"((?:{'|'.join(map(re.escape, sorted(HOLD_SECRETS)))})[= ]+)[^-\s]\S*")
+
 _MODULE = re.compile(r"openrlhf[./]cli[./](\w+?)(?:\.py)?$")
 _MENTION = re.compile(r"openrlhf[./]cli[./](\w+)")
 _INSIDE = re.compile(r"\s" + _MENTION.pattern)
@@ -95,7 +99,8 @@ class _Shell:
 
     def note(self, line: int, text: str, names: set[str] | None = None) -> None:
         """Add a note; with `names`, one that matters only if the script uses one of these variables."""
-        self._notes.append((released(f"line {line}: {text}" if line else text), names))
+        shown = _SECRET.sub(r"\1***", released(text))
+        self._notes.append((f"line {line}: {shown}" if line else shown, names))
 
     def relevant_notes(self) -> list[str]:
         """Return the notes that matter, each once."""

@@ -96,6 +96,37 @@ def test_fewer_cpus_than_gpus_end_the_job_before_it_begins(cpus, gpus, refused, 
     assert (said.returncode, expected in said.stderr) == ((2, True) if refused else (3, False))
 
 
+def test_a_heterogeneous_job_ends_before_it_begins(tmp_path):
+    assert main(["scaffold", "slurm", "--out", str(tmp_path)]) == 0
+    variables = {"PATH": os.environ["PATH"], **JOB, "SLURM_HET_SIZE": "2"}
+    said = subprocess.run(["bash", tmp_path / "rlhf.sbatch"], env=variables, capture_output=True, text=True)
+    assert (said.returncode, said.stderr.partition(",")[0]) == (2, "SLURM_HET_SIZE = 2: must be 1")
+
+
+@pytest.mark.parametrize(("lent", "asked"), [("2", ["--gpus-per-node=2"]), ("", [])])
+def test_each_step_names_the_gpus_of_its_nodes_however_the_job_asked_for_them(lent, asked, tmp_path):
+    programs = {
+        "scontrol": 'echo "NodeAddr=10.77.0.1 "',
+        "getent": "echo 10.77.0.1 STREAM",
+        "srun": f"(echo $*; env) > {tmp_path}/said; mv {tmp_path}/said {tmp_path}/step; exec sleep 600",
+        "ray": """echo '"node_id"'""",
+        "rlhf": f"until [ -f {tmp_path}/step ]; do sleep 0.05; done",
+    }
+    for name, body in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    assert main(["scaffold", "slurm", "--out", str(tmp_path)]) == 0
+    of_the_job = dict.fromkeys(("SLURM_GPUS", "SLURM_GPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_CPUS_PER_TASK"), "1")
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **JOB, **of_the_job}
+    variables |= {"SLURM_GPUS_ON_NODE": lent} if lent else {}
+    child = subprocess.Popen(["bash", "rlhf.sbatch"], cwd=tmp_path, env=variables, start_new_session=True)
+    assert child.wait() == 0
+    os.killpg(child.pid, signal.SIGKILL)  # what Slurm ends with the job
+    words, *environment = (tmp_path / "step").read_text().splitlines()
+    assert [word for word in words.split() if word.startswith("--gpus")] == asked
+    assert not {line.partition("=")[0] for line in environment} & of_the_job.keys()
+
+
 @pytest.mark.slow
 @pytest.mark.services
 def test_a_job_has_all_cpus_and_memory_of_its_nodes_and_their_gpus(tmp_path):

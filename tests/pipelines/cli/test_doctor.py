@@ -106,11 +106,33 @@ def test_the_network_is_the_one_that_nccl_would_take(libraries, locked, variable
     port(tmp_path, "mlx5_2", "1: DOWN", "InfiniBand")
     monkeypatch.setattr(doctor.ctypes.util, "find_library", lambda name: name if name in libraries else None)
     monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (locked, locked))
+    monkeypatch.setattr(doctor, "may_lock_all", lambda: False)
     monkeypatch.setattr(doctor, "tcp_interfaces", lambda: ["eth0"])
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     found, said, remedy = doctor.network(tmp_path)
     assert found is good and text in said and bool(remedy) is not good
+
+
+def test_a_process_with_ipc_lock_locks_as_much_as_it_needs_whatever_the_limit(tmp_path, monkeypatch):
+    port(tmp_path, "mlx5_0", "4: ACTIVE", "InfiniBand")
+    monkeypatch.setattr(doctor.ctypes.util, "find_library", lambda name: name if name == "ibverbs" else None)
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (SMALL, SMALL))
+    monkeypatch.setattr(doctor, "may_lock_all", lambda: True)
+    assert doctor.network(tmp_path) == (True, "NCCL would take mlx5_0 (InfiniBand)", "")
+
+
+@pytest.mark.parametrize(("capabilities", "expected"), [("0000000000004000", True), ("00000000a80425fb", False)])
+def test_the_capability_is_read_from_the_process(capabilities, expected, tmp_path):
+    (tmp_path / "status").write_text(f"Name:\tpython\nCapPrm:\tffff\nCapEff:\t{capabilities}\n")
+    assert doctor.may_lock_all(tmp_path / "status") is expected
+
+
+def test_an_address_with_a_label_is_no_interface(monkeypatch):
+    address = SimpleNamespace(family=socket.AF_INET)
+    monkeypatch.setattr(doctor.psutil, "net_if_addrs", lambda: {"eth0": [address], "eth0:1": [address]})
+    monkeypatch.setattr(doctor.psutil, "net_if_stats", lambda: {"eth0": SimpleNamespace(isup=True)})
+    assert doctor.tcp_interfaces() == ["eth0"]
 
 
 @pytest.mark.parametrize(

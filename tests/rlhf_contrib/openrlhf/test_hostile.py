@@ -94,6 +94,8 @@ ENDLESS = {
     "cut": "A=x\n" + "A=$A$A\n" * 20 + "A=${A%%y*}\n",
     "words": "A=(x)\n" + 'A=("${A[@]}" "${A[@]}")\n' * 60,
     "loops": "for i in {1..1000}; do for j in {1..1000}; do for k in {1..1000}; do A=$i; done; done; done\n",
+    "words in loops": "for i in {1..1000}; do for j in {1..90}; do : " + "a" * 300 + "; done; done\n",
+    "numbers in loops": f"for i in {{1..1000}}; do for j in {{1..90}}; do N=$(({'9' * 300}*9)); done; done\n",
     "calls": "f() { f; f; }\nf\n",
     "blocks": "A=" + "$(" * 20_000 + "x" + ")" * 20_000 + "\n",
     "eval": "A='eval $A'\neval $A\n",

@@ -208,3 +208,14 @@ def test_a_heredoc_inside_quotes_fills_its_variable():
 def test_one_sign_cuts_the_shortest_part_and_two_the_longest(cut, kept):
     [command] = read_commands(f"X=a/b/c.d.e\npython -m openrlhf.cli.train_sft --pretrain ${{X{cut}}}")[0]
     assert command.words[-1] == kept
+
+
+def test_an_expression_that_is_too_deep_has_no_value():
+    assert words(f"N=$(({'-' * 20_000}1))\n{CALL} --a 1") == ("--a", "1")
+
+
+@pytest.mark.parametrize("flag", ["--use_wandb", "--logger.wandb.key", "--use_wandb="])
+def test_a_note_shows_no_key_of_a_tracker(flag):
+    given = f"{flag}{'' if flag.endswith('=') else ' '}secret-key-1"
+    [note] = read_commands(f"{CALL} --a 1\n{given} --seed 3").notes
+    assert "***" in note and "secret" not in note and "--seed 3" in note

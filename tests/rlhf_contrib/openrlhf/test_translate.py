@@ -447,6 +447,12 @@ def test_what_cannot_be_said_here_has_a_reason_and_the_nearest_thing(script, fla
     assert outcome.fate == "not translatable" and "; nearest: " in outcome.what[0]
 
 
+def test_policies_of_dpo_on_the_way_need_a_number_of_steps_and_the_key_is_named(tmp_path):
+    _, translation = translated(DPO + "--save_steps 5 --save_hf_ckpt", tmp_path)
+    [outcome] = [one for one in translation.outcomes if one.flag == "--save_hf_ckpt"]
+    assert "; nearest: dpo.export_every = 5 once dpo.loop.max_steps is set" in outcome.what[0]
+
+
 def test_a_reference_and_reward_models_from_elsewhere_are_steps_of_a_recipe(tmp_path):
     dpo, outcomes = translated(DPO + "--ref_pretrain ./models/other", tmp_path)
     (tmp_path / "there.toml").rename(tmp_path / "dpo.toml")

@@ -175,6 +175,8 @@ def test_prefect_makes_a_job_of_the_template_that_kubernetes_accepts():
         return made.job_manifest["spec"]["template"]["spec"]["containers"][0]
 
     pod = job(template)
+    # The image's entry point is `rlhf`, which has no such command.
+    assert pod["command"] == ["env"] and pod["args"][0] == "prefect"
     variables = {one["name"]: one["value"] for one in pod["env"]}
     assert (variables["RLHF_USER"], variables["RLHF_CACHE"]) == ("ada", "/var/cache/rlhf")
     assert pod["resources"]["limits"]["nvidia.com/gpu"] == "4"
