@@ -263,6 +263,9 @@ class _Shell:
                 if others := [other for other in values if other != value]:
                     text = f"the commands of for {name} are read with {value} alone, not with {', '.join(others)}"
                     self.note(block.line, text)
+                elif re.search(r"[{*?[]", value):
+                    text = f"the commands of for {name} are read once, with {value} as it is, which a shell may expand to several"
+                    self.note(block.line, text)
                 return
 
     # ------------------------------------------------------------ simple commands

@@ -219,3 +219,9 @@ def test_a_note_shows_no_key_of_a_tracker(flag):
     given = f"{flag}{'' if flag.endswith('=') else ' '}secret-key-1"
     [note] = read_commands(f"{CALL} --a 1\n{given} --seed 3").notes
     assert "***" in note and "secret" not in note and "--seed 3" in note
+
+
+@pytest.mark.parametrize("pattern", ["data/*.jsonl", "{a,b}.jsonl", "{a..c}", "part-?.jsonl", "part-[0-9].jsonl"])
+def test_a_loop_over_a_pattern_is_announced(pattern):
+    script = read_commands(f"for d in {pattern}; do {CALL} --dataset $d; done")
+    assert len(script.commands) == 1 and [note for note in script.notes if pattern in note]
