@@ -3,6 +3,7 @@
 `trust_remote_code` is set wherever a model is loaded: without it, transformers asks at the terminal whether code may run.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,9 @@ def load_tokenizer(folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
 
 
-def load_part(auto: Any, source: str, options: dict[str, Any]) -> Any:
-    """The configuration or tokenizer (`auto` is AutoConfig or AutoTokenizer) of a folder, a GGUF file or a model of the Hub.
+def load_part(auto: Any, source: str, options: Mapping[str, Any]) -> Any:
+    """What `auto` (AutoConfig, AutoTokenizer, AutoModelForCausalLM) loads of a folder, a GGUF file or a model of the Hub.
 
-    `options` locate it: `gguf_file`, `revision`.
+    Among `options` are those that locate it: `gguf_file`, `revision`.
     """
     return auto.from_pretrained(source, trust_remote_code=False, **options)

@@ -274,8 +274,12 @@ def _tree(
             path, decision = members[0]
             reason = decision.reason.removeprefix("made ").replace(" UTC in ", ", ", 1)
             around = next((one for one in above if reason.startswith(f"after {one}")), "")
-            reason = reason.replace(f"after {around}", "after ", 1) if around else reason
-            yield decision.action, indent + "/".join(path), decision.key[:DIGITS], reason
+            yield (
+                decision.action,
+                indent + "/".join(path),
+                decision.key[:DIGITS],
+                reason.replace(f"after {around}", "after ", 1),
+            )
         elif all(decision.action == "HIT" for _, decision in members):
             yield "HIT", indent + part, "", _hits([decision for _, decision in members])
         else:

@@ -61,7 +61,10 @@ class TokenBatch:
         return replace(self, **moved, fields=further, source=self.on_host)
 
     def masked_positions(self, *, start: int = 0) -> tuple[Tensor, Tensor]:
-        """Rows and positions of the tokens that the loss mask selects; positions are counted from `start`."""
+        """Rows and positions of the tokens that the loss mask selects; positions are counted from `start`.
+
+        With `start = 1` they are the positions t - 1 whose hidden states predict the masked tokens t.
+        """
         rows_T, at_T = torch.nonzero(self.on_host.loss_mask_BL[:, start:], as_tuple=True)
         device = self.loss_mask_BL.device
         return to_device(rows_T, device), to_device(at_T, device)

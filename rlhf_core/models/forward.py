@@ -323,7 +323,7 @@ def token_logprobs(
         rule = "must be > 0"
         raise ConfigError("temperature", temperature, rule, "a greedy policy has no log-probabilities")
     hidden_BLH = hidden_states(model, batch)
-    rows_T, before_T = _masked_positions(batch)
+    rows_T, before_T = batch.masked_positions(start=1)
     hidden_TH = hidden_BLH[rows_T, before_T]
     targets_T = batch.token_ids_BL[rows_T, before_T + 1]
     compute = partial(
@@ -343,7 +343,7 @@ def over_logits(model: nn.Module, batch: TokenBatch, compute: Callable[..., R], 
     never exist at once if `compute` returns less than it is given. It returns one tensor, or several without gradients.
     If nothing is masked, there is one empty chunk.
     """
-    rows_T, before_T = _masked_positions(batch)
+    rows_T, before_T = batch.masked_positions(start=1)
     hidden_TH = hidden_states(model, batch)[rows_T, before_T]
     targets_T = batch.token_ids_BL[rows_T, before_T + 1]
     return _by_chunks(model, hidden_TH, compute, targets_T, *inputs_T, elements=CHUNK_ELEMENTS)
@@ -355,7 +355,7 @@ def token_values(model: nn.Module, batch: TokenBatch) -> Tensor:
     `model` is a `rlhf_core.models.forward.ValueModel`.
     """
     value_model: Any = model
-    rows_T, before_T = _masked_positions(batch)
+    rows_T, before_T = batch.masked_positions(start=1)
     hidden_TH = hidden_states(model, batch)[rows_T, before_T]
     values_T = value_model.value_head(hidden_TH).squeeze(-1)
     return _scatter(values_T, rows_T, before_T + 1, batch)
@@ -610,11 +610,6 @@ def _run(backbone: Any, ids_BL: Tensor, positions_BL: Tensor | None, **further: 
 
 def _takes_positions(backbone: nn.Module) -> bool:
     return "position_ids" in inspect.signature(backbone.forward).parameters
-
-
-def _masked_positions(batch: TokenBatch) -> tuple[Tensor, Tensor]:
-    """Return rows_T and before_T, the positions t - 1 whose hidden states predict the masked tokens t."""
-    return batch.masked_positions(start=1)
 
 
 def _scatter(x_T: Tensor, rows_T: Tensor, positions_T: Tensor, batch: TokenBatch) -> Tensor:

@@ -22,6 +22,7 @@ from rlhf_core.models.loading import INDEX_FILE, REPORT, check_type, check_weigh
 from rlhf_core.models.packages import local_folder, scalar_head
 from rlhf_core.models.parameter_sources import OpenFiles
 from rlhf_core.models.parts import ModelParts, open_stored, weights_of
+from rlhf_core.pretrained import load_part
 
 logger = logging.getLogger(__name__)
 
@@ -185,7 +186,7 @@ def _dequantizes(rule: Any) -> bool:
 
 def _fetch(auto: Any, config: PretrainedModel, source: str, options: Mapping[str, Any]) -> Any:
     with _config_errors(config, source):
-        return auto.from_pretrained(source, trust_remote_code=False, **options)
+        return load_part(auto, source, options)
 
 
 @contextmanager

@@ -33,6 +33,13 @@ def words(profile: Path, store: Path) -> list[str]:
     ]
 
 
+def put_programs(folder: Path, programs: dict[str, str]) -> None:
+    """Write programs of Bash, name -> text."""
+    for name, body in programs.items():
+        (folder / name).write_text(f"#!/bin/bash\n{body}\n")
+        (folder / name).chmod(0o755)
+
+
 @contextmanager
 def shown_if_failed(log: Path) -> Iterator[None]:
     """Print the log of a job if the test ends here."""
@@ -54,9 +61,7 @@ def test_a_job_that_was_stopped_goes_back_into_the_queue_but_not_for_ever(tmp_pa
         "ray": """echo '"node_id"'""",
         "rlhf": f"echo $RLHF_GRACE_S > grace; trap 'exit {code}' TERM; kill -USR1 $PPID; while :; do sleep 0.05; done",
     }
-    for name, body in programs.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
-        (tmp_path / name).chmod(0o755)
+    put_programs(tmp_path, programs)
     assert main(["scaffold", "slurm", "--out", str(tmp_path)]) == 0
     variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "RLHF_RESTARTS": "2", "RLHF_GRACE_S": "400", **JOB}
     variables["SLURM_RESTART_COUNT"] = str(before)
@@ -87,8 +92,7 @@ def test_a_number_of_restarts_that_is_none_ends_the_job_before_it_begins(tmp_pat
 )
 def test_fewer_cpus_than_gpus_end_the_job_before_it_begins(cpus, gpus, refused, tmp_path):
     assert main(["scaffold", "slurm", "--out", str(tmp_path)]) == 0
-    (tmp_path / "scontrol").write_text("#!/bin/bash\nexit 3\n")  # the next command: it would go on
-    (tmp_path / "scontrol").chmod(0o755)
+    put_programs(tmp_path, {"scontrol": "exit 3"})  # the next command: it would go on
     variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **JOB, "SLURM_JOB_CPUS_PER_NODE": cpus}
     variables |= {"SLURM_GPUS_ON_NODE": gpus} if gpus else {}
     said = subprocess.run(["bash", tmp_path / "rlhf.sbatch"], env=variables, capture_output=True, text=True)
@@ -112,9 +116,7 @@ def test_each_step_names_the_gpus_of_its_nodes_however_the_job_asked_for_them(le
         "ray": """echo '"node_id"'""",
         "rlhf": f"until [ -f {tmp_path}/step ]; do sleep 0.05; done",
     }
-    for name, body in programs.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
-        (tmp_path / name).chmod(0o755)
+    put_programs(tmp_path, programs)
     assert main(["scaffold", "slurm", "--out", str(tmp_path)]) == 0
     of_the_job = dict.fromkeys(("SLURM_GPUS", "SLURM_GPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_CPUS_PER_TASK"), "1")
     variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **JOB, **of_the_job}
@@ -135,9 +137,7 @@ def test_a_job_has_all_cpus_and_memory_of_its_nodes_and_their_gpus(tmp_path):
     nodes_up = "if [ $1 = list ]; then sed 's/.*/\"node_id\"/' started; exit; fi"
     start = 'echo "$SLURMD_NODENAME $SLURM_GPUS_ON_NODE $*" >> started; exec sleep 600'
     programs = {"ray": f"{nodes_up}\n{start}", "rlhf": "true"}
-    for name, body in programs.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
-        (tmp_path / name).chmod(0o755)
+    put_programs(tmp_path, programs)
     variables = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     submit = ["sbatch", "--parsable", "--nodes=2", "--gpus-per-node=2", f"--chdir={tmp_path}"]
     with two_nodes() as slurm:

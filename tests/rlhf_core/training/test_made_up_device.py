@@ -79,10 +79,8 @@ def loaded(folder: Path, name: str) -> nn.Module:
 
 def opened(module: nn.Module, dtype: str, device: torch.device) -> LocalTrainer:
     """A trainer of a model on a device, with micro-batches of `ROWS` rows."""
-    config, optimizer = (
-        TrainerConfig(engine="torch", dtype=dtype, micro_batch=ROWS),
-        OptimizerConfig(learning_rate=1e-3),
-    )  # type: ignore[arg-type]
+    config = TrainerConfig(engine="torch", dtype=dtype, micro_batch=ROWS)  # type: ignore[arg-type]
+    optimizer = OptimizerConfig(learning_rate=1e-3)
     compute_dtype = getattr(torch, dtype)
     engine = TorchEngine(module.to(device), optimizer, device=device, rank=0, compute_dtype=compute_dtype)
     return LocalTrainer(ModelSpec("", "lm", None, 3), optimizer, config, engine=engine)
