@@ -19,6 +19,7 @@ from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.checkpoints import Checkpoints
 from rlhf_core.store.failures import failure_settings, misfit, noted
 from rlhf_core.store.fingerprint import canonical_json
+from rlhf_core.store.leases import Lease
 from rlhf_core.store.records import KeyRecord, other_versions, versions
 from rlhf_core.store.typed_json import Stored
 
@@ -127,9 +128,9 @@ def _fitting(store: ArtifactStore, spec: StageSpec, target: Target) -> Target:
     return target
 
 
-def fitting_record(store: ArtifactStore, spec: StageSpec, key: str) -> KeyRecord | None:
+def fitting_record(store: ArtifactStore, spec: StageSpec, key: str, lease: Lease | None = None) -> KeyRecord | None:
     """Return the record of a key, unless answers failed in its result and the settings of `spec` for them are others."""
-    record = store.record(key)
+    record = store.record(key, lease)
     return None if unfit(spec, record) else record
 
 
@@ -154,9 +155,11 @@ def hit(target: Target, record: KeyRecord) -> Decision:
     return Decision("HIT", reason, target.key, None)
 
 
-def decide_work(store: ArtifactStore, spec: StageSpec, target: Target, *, force: bool) -> Decision:
+def decide_work(
+    store: ArtifactStore, spec: StageSpec, target: Target, *, force: bool, lease: Lease | None = None
+) -> Decision:
     """Return RESUME or RUN for a key that has no usable record and no living owner."""
-    folder = store.attempts(target.key)
+    folder = store.attempts(target.key, lease)
     past = attempts.history(folder)
     if force and not _goes_on(past, target):
         changed = changed_modules(past[-1].code, target.code) if _may_go_on(past) else []
@@ -175,7 +178,7 @@ def decide_work(store: ArtifactStore, spec: StageSpec, target: Target, *, force:
     work = attempts.unfinished_work(folder)
     if work:
         return Decision("RESUME", f"from the files of attempt {number}: {', '.join(work[:3])}{said}", target.key, None)
-    why = unfit(spec, store.record(target.key)) or _why_run(store, spec, target, past)
+    why = unfit(spec, store.record(target.key, lease)) or _why_run(store, spec, target, past)
     return Decision("RUN", why, target.key, None)
 
 

@@ -83,13 +83,13 @@ def execute(
         attached.append(reported(Decision("ATTACH", owner.claim, target.key, None)))
 
     with naming_disk_errors(store.root), store.lease(target.key, on_wait=attach) as lease:
-        found = None if force else _take(store, spec, target)
+        found = None if force else _take(store, spec, target, lease)
         if found is not None:
             return found[0].handle, attached[0] if attached else reported(found[1])
         check_secrets(spec)
         if not starts_over(store.attempts(target.key, lease), target, force=force):
             store.bring_work(lease)
-        decision = reported(decide_work(store, spec, target, force=force))
+        decision = reported(decide_work(store, spec, target, force=force, lease=lease))
         remember(store, spec, target)
         run = _begin(store, spec, target, lease, decision, force=force, tracking=tracking)
         return _finish(store, run, runtime, tracker, progress), decision
@@ -100,9 +100,11 @@ def check_secrets(spec: StageSpec) -> None:
     secrets.check(spec.config, spec.label.replace("/", "."))
 
 
-def _take(store: ArtifactStore, spec: StageSpec, target: Target) -> tuple[KeyRecord, Decision] | None:
-    record = fitting_record(store, spec, target.key)
-    if record is None or not store.used(target.key):
+def _take(
+    store: ArtifactStore, spec: StageSpec, target: Target, lease: Lease | None = None
+) -> tuple[KeyRecord, Decision] | None:
+    record = fitting_record(store, spec, target.key, lease)
+    if record is None or not store.used(target.key, lease):
         return None
     store.tidy(target.key)  # its process may have been killed between writing the record and ending its attempt
     remember(store, spec, target)
@@ -213,7 +215,7 @@ def _call(store: ArtifactStore, run: RunningAttempt, context: StageContext) -> A
 
 
 def _check_committed(store: ArtifactStore, run: RunningAttempt, handle: object) -> None:
-    record = store.record(run.target.key)
+    record = store.record(run.target.key, run.lease)
     name = f"{run.spec.module}.run"
     if record is None or (record.attempts, record.started) != (run.attempt.number, run.attempt.started):
         rule = "returned without committing an artifact"

@@ -47,7 +47,7 @@ from rlhf_core.store.layout import (
 )
 from rlhf_core.store.leases import Lease, Owner, hold, living_owner, name_of, owner_in
 from rlhf_core.store.opening import open_store
-from rlhf_core.store.protocol import Conflict, DamagedTable, Gone, update
+from rlhf_core.store.protocol import Conflict, DamagedTable, Gone, StoredTable, update
 from rlhf_core.store.records import KeyRecord, Provenance, parse_record
 from rlhf_core.store.sharing import give_made, open_to_group
 from rlhf_core.store.typed_json import Stored, read_stored
@@ -131,12 +131,13 @@ class ArtifactStore:
         """The attempts at a key. With the lease, their history can be written."""
         return AttemptFolder(self.shared, key, self.layout.attempt(key), lease)
 
-    def record(self, key: str) -> KeyRecord | None:
+    def record(self, key: str, lease: Lease | None = None) -> KeyRecord | None:
         """The record of a key if its object is in the store, with all files in their sizes; else None.
 
-        Damage is logged as a warning, and the stage runs again. The damaged object stays until it is stored anew.
+        With the lease of the key it is the record as of now; without, it may be as old as the last listing of a bucket. Damage
+        is logged as a warning, and the stage runs again. The damaged object stays until it is stored anew.
         """
-        return self._look_up(key)[0]
+        return self._look_up(key, lease)[0]
 
     def damage(self, key: str) -> str:
         """Why the record of a key does not count, or ""."""
@@ -176,13 +177,13 @@ class ArtifactStore:
         unreadable += [Unreadable("", str(error)) for error in damaged]
         return sorted(records, key=lambda record: (record.started, record.key)), unreadable
 
-    def used(self, key: str) -> bool:
+    def used(self, key: str, lease: Lease | None = None) -> bool:
         """Note that the result of `key` is in use, so that `gc` keeps it; False if it is gone.
 
         A user who may not write to the store gets a warning.
         """
         try:
-            return note_use(self.shared, key)
+            return note_use(self.shared, self._table(key, lease))
         except OSError as error:
             if error.errno not in FORBIDDEN:
                 raise
@@ -291,7 +292,7 @@ class ArtifactStore:
         """
         digest = object_digest(record.handle)
         with naming_disk_errors(self.root), self.lease(record.key) as lease:
-            if self.record(record.key) is not None:
+            if self.record(record.key, lease) is not None:
                 return False
             out = self.layout.attempt(record.key) / "out-0"
             remove_tree(out)
@@ -346,7 +347,7 @@ class ArtifactStore:
         if not (is_running or is_left or is_leased) or self.living_owner(key) is not None:
             return None
         with self.lease(key) as lease:
-            folder, record = self.attempts(key, lease), self.record(key)
+            folder, record = self.attempts(key, lease), self.record(key, lease)
             past = attempts.history(folder)
             # A record of an earlier attempt: this one was to replace it, and was killed before its own commit.
             committed = record is not None and bool(past) and record.attempts == past[-1].number
@@ -358,9 +359,13 @@ class ArtifactStore:
 
     # ------------------------------------------------------------ private
 
-    def _look_up(self, key: str) -> tuple[KeyRecord | None, str]:
+    def _table(self, key: str, lease: Lease | None) -> StoredTable | None:
+        """The table of a key. Who holds its lease must not look at a listing, which may be older than the lease."""
+        return self.shared.recent(name_of(key)) if lease is None else lease.latest()
+
+    def _look_up(self, key: str, lease: Lease | None = None) -> tuple[KeyRecord | None, str]:
         """The record of a key, or why it does not count."""
-        table = self.shared.recent(name_of(key))
+        table = self._table(key, lease)
         if table is None:
             return None, ""
         if not table.value.get("record"):

@@ -240,8 +240,10 @@ class BucketStore:
         return found is not None and bool(found.value["live"])
 
     def problem(self, digest: str, *, deep: bool = False) -> str:
-        """Without `deep` the table of the object says whether it is there. A deep check downloads all files."""
-        found = self._read(f"objects/{digest}") if deep else self._recent(f"objects/{digest}")
+        """Without `deep` the table of the object says whether it is there. It is read anew before the answer is no."""
+        found = None if deep else self._recent(f"objects/{digest}")
+        if found is None or not found.value["live"]:
+            found = self._read(f"objects/{digest}")
         if found is None or not found.value["live"]:
             return f"is not in {self.uri}"
         if not deep:
@@ -320,12 +322,7 @@ class BucketStore:
         self.receive(part, key, files)
         return _settle(part, folder)
 
-    def drop_work(
-        self,
-        key: str,
-        before: Mapping[str, Any],
-        now: Mapping[str, Any],
-    ) -> None:
+    def drop_work(self, key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         """Delete by the names of owner and content, which a later checkpoint never has again."""
         old, new = (_work_names(one) for one in (before, now))
         self._delete([f"work/{key}/{owner}/{sha}" for owner, sha in sorted(old - new)])

@@ -34,9 +34,8 @@ def check_days(keep_days: float) -> None:
         raise ArtifactError("keep_days", keep_days, "must be 0 or more", "to keep everything, do not run gc")
 
 
-def note_use(store: Store, key: str) -> bool:
-    """Note that the result of `key` is in use, at most once a day; False if it is gone."""
-    found = store.recent(name_of(key))
+def note_use(store: Store, found: StoredTable | None) -> bool:
+    """Note that the result in the table of a key is in use, at most once a day; False if it is gone."""
     if found is None or not found.value.get("record"):
         return False
     if store.now(exact=False) - found.written < DAY_S:

@@ -1,7 +1,9 @@
 """Several nodes share a bucket: one of them reads wrong bytes, loses power, collects, or finds damage."""
 
 import json
+from collections.abc import Iterator
 from contextlib import suppress
+from typing import Any
 
 import pytest
 
@@ -15,7 +17,7 @@ from rlhf_core.types import PolicyRef
 from tests.support import buckets
 from tests.support.buckets import Nodes, flip
 from tests.support.records import commit_text
-from tests.support.toy_stage import ToyConfig, run_toy, toy_spec
+from tests.support.toy_stage import ToyConfig, run_toy, stage_key, toy_spec
 
 TEXTS = ("one", "two", "three")
 KEY = sha256_text("one")
@@ -100,6 +102,47 @@ def test_a_flipped_bit_in_the_cache_of_a_node_is_fetched_again(nodes, refs):
     file.chmod(0o644)
     file.write_text("onE")
     assert (nodes.store("ben").path(refs["one"]) / "a.txt").read_text() == "one"
+
+
+# ---------------------------------------------------------------- listings that are older than a lease
+
+
+def list_when_uploaded(nodes: Nodes, store: ArtifactStore) -> list[list[Any]]:
+    """Let `store` list the bucket when another node uploads its first file; returns what LIST gave it then."""
+    put, listed = nodes.client.put, []
+
+    def put_and_list(name: str, content: Any, **options: Any) -> Any:
+        if "data/" in name and not listed:
+            listed.append(list(nodes.client.memory.list()))
+            with store.snapshot(within_s=0.0):
+                pass
+        return put(name, content, **options)
+
+    nodes.client.put = put_and_list
+    return listed
+
+
+def test_a_result_whose_upload_a_node_has_seen_begin_is_a_hit_for_it(nodes):
+    ben = nodes.store("ben")
+    listed = list_when_uploaded(nodes, ben)
+    first, _ = run_toy(nodes.store("ada"), toy_spec())
+    ref, decision = run_toy(ben, toy_spec())
+    assert listed and (ref, decision.action) == (first, "HIT")
+
+
+def test_a_node_that_holds_a_lease_does_not_believe_an_outdated_listing(nodes, monkeypatch):
+    ben, key = nodes.store("ben"), stage_key(toy_spec())
+    listed = list_when_uploaded(nodes, ben)
+    first, _ = run_toy(nodes.store("ada"), toy_spec())
+    with ben.lease(key) as lease:
+        monkeypatch.setattr(nodes.client, "list", lambda prefix, **_: _below(prefix, listed[0]))
+        with ben.snapshot(within_s=0.0):
+            assert ben.record(key) is None, "the listing is older than the result"
+            assert ben.record(key, lease).handle == first and ben.used(key, lease)
+
+
+def _below(prefix: str, listed: list[Any]) -> Iterator[Any]:
+    yield [one for some in listed for one in some if one["path"].startswith(prefix)]
 
 
 # ---------------------------------------------------------------- collections
