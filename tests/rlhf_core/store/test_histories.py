@@ -99,6 +99,16 @@ def cached_at_any_version(store: BucketStore, name: str, version: str, written: 
     return cached(store, name, version, written)
 
 
+def problem_by_listing(store: BucketStore, digest: str, deep: bool = False) -> str:
+    found = store._recent(f"objects/{digest}")
+    return "" if found is not None and found.value["live"] else "is missing"
+
+
+def latest_by_listing(lease: Lease) -> StoredTable:
+    with lease.store.snapshot():
+        return lease.store.recent(name_of(lease.key)) or StoredTable("", {}, "", 0.0)
+
+
 def old_objects(store: DiskStore, but: Collection[str]) -> Iterator[StoredObject]:
     for one in objects(store, but):
         yield replace(one, since=0.0)
@@ -130,6 +140,8 @@ MUTANTS: dict[str, dict[str, Mutant]] = {
         "a generation is named after its upload": [(BucketStore, "add", add_unnamed)],
         "marks have an age by the clock of the node": [(BucketStore, "now", lambda store, exact=True: time.time())],
         "a cached table counts at any version": [(BucketStore, "_cached", cached_at_any_version)],
+        "a listing decides that an object is missing": [(BucketStore, "problem", problem_by_listing)],
+        "a listing is believed under a lease": [(Lease, "latest", latest_by_listing)],
         "requests are not repeated": [(BucketStore, "_again", lambda store, request: request())],
     },
     "disk": EVERYWHERE
