@@ -48,6 +48,25 @@ class _Ignores:
         return getattr(self._memory, name)
 
 
+class _LosesResponses:
+    """The client repeats a put whose response was lost, and is told that the name is no longer at its version."""
+
+    def __init__(self) -> None:
+        self._memory = MemoryStore()
+
+    def put(self, *args: Any, mode: Any = None, **options: Any) -> Any:
+        self._memory.put(*args, mode=mode, **options)
+        return self._memory.put(*args, mode=mode, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._memory, name)
+
+
+def test_a_server_whose_responses_are_lost_is_not_refused(monkeypatch):
+    _served_by(_LosesResponses(), monkeypatch)
+    probe(URI)
+
+
 @pytest.mark.parametrize(("ignored", "said"), [("create", PROBES[0]), ("update", PROBES[1])])
 def test_a_server_without_conditional_puts_is_refused(ignored, said, monkeypatch):
     _served_by(_Ignores(ignored), monkeypatch)

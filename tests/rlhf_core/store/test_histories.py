@@ -156,11 +156,15 @@ MUTANTS: dict[str, dict[str, Mutant]] = {
 QUICK = {"a record is written without a fence", "names of objects are not fsynced"}
 """Mutants of the quick run. Each is found within 60 histories."""
 
+LONG = {"a listing decides that an object is missing"}
+"""Mutants that need a thousand histories. test_shared_bucket.py finds them in one."""
+
 
 def mutants() -> Iterator[Any]:
     for store in STORES:
         for name in MUTANTS[store]:
-            yield pytest.param(store, name, marks=[] if name in QUICK else [pytest.mark.slow])
+            marks = [pytest.mark.full] if name in LONG else [] if name in QUICK else [pytest.mark.slow]
+            yield pytest.param(store, name, marks=marks)
 
 
 # ---------------------------------------------------------------- tests
