@@ -104,7 +104,7 @@ class BucketStore:
     @contextmanager
     def snapshot(self, *, within_s: float = FRESH_S) -> Iterator[None]:
         """Two LISTs, unless the last ones are recent, and a GET for each table that this node does not have."""
-        if not self._snapshots and time.monotonic() - self._listed_at > within_s:
+        if (not self._snapshots or not within_s) and time.monotonic() - self._listed_at > within_s:
             self._list_all()
         with self._threads:
             self._snapshots += 1

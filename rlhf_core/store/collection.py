@@ -1,9 +1,9 @@
 """Check the objects of a store, and remove unused results and the objects that no record and no root reaches.
 
 On a disk the lock of the store is held, and an object is removed at once. A bucket has no lock, so it takes two collections: the
-first marks the object, and a later one deletes it if the mark is older than `Store.grace_s` by the clock of the server and
-nothing has referred to the object since. Each reference clears the mark, and the deletion is a compare-and-set on the marked
-version.
+first marks the object, and a later one deletes it if the mark was older than `Store.grace_s` by the clock of the server when
+that collection began, and nothing has referred to the object since. Each reference clears the mark, and the deletion is a
+compare-and-set on the marked version.
 """
 
 import time
@@ -113,9 +113,10 @@ def collect(
     if store.folder_is_shared and not store.folder.is_dir():
         return GcReport((), dry_run)
     alone = nullcontext(store.folder_is_shared) if dry_run else store.alone()
+    # Before the listing: an object goes only if its mark is older than everything by which it is judged.
+    now = time.time() if dry_run and store.folder_is_shared else store.now()
     with store.snapshot(within_s=0.0):
         with alone as at_once:
-            now = time.time() if dry_run and at_once else store.now()
             damaged: list[DamagedTable] = []
             tables = {table.name.rpartition("/")[2]: table for table in store.tables("keys/", damaged=damaged)}
             roots, unreadable = roots_of(store, tables.values())

@@ -136,6 +136,14 @@ class Lease:
         self.update(lambda value: value | {"work": work})
         self.store.drop_work(self.key, last, work)
 
+    def load_work(self, work: Mapping[str, Any]) -> Path:
+        """The folder of this node with a checkpoint that the table names. Raises Lost, Gone, Damaged or Unreachable."""
+        try:
+            return self.store.load_work(self.key, work)
+        except Gone:
+            self.check()  # raises Lost if another process, which has taken the lease over, removed the files
+            raise
+
     def commit(
         self,
         digest: str,

@@ -56,7 +56,7 @@ def note_holder(lease: Lease, folder: Path) -> None:
 def bring_work(lease: Lease, folder: Path) -> None:
     """Move the work of a later attempt on another node into the attempt folder of this node.
 
-    Raises Gone, Damaged or Unreachable if this node cannot read it.
+    Raises Lost, Gone, Damaged or Unreachable if this node cannot read it.
     """
     if lease.store.folder_is_shared:
         return
@@ -64,7 +64,7 @@ def bring_work(lease: Lease, folder: Path) -> None:
     numbers = [int(path.name.partition("-")[2]) for path in folder.glob("work-*") if path.name[5:].isdigit()]
     if not work or work["attempt"] <= max(numbers, default=0):
         return
-    brought = lease.store.load_work(lease.key, work)
+    brought = lease.load_work(work)
     for parent, _, names in os.walk(brought):
         for path in (Path(parent), *(Path(parent, name) for name in names)):
             path.chmod(path.stat().st_mode | 0o200)

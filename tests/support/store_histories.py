@@ -196,7 +196,7 @@ class History:
         table = lease.update(lambda value: value | {"attempts": [*value.get("attempts", []), attempt]})
         work = table.value.get("work")
         done = work["step"] if work else 0
-        if work and (store.load_work(key, work) / "state").read_bytes() != _state(done):
+        if work and (lease.load_work(work) / "state").read_bytes() != _state(done):
             self.broken.append(f"checkpoint {done} of {key} is not what was saved")
         if done < promised:
             self.broken.append(f"checkpoint {promised} of {key} is lost")

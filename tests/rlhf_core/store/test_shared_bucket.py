@@ -168,6 +168,33 @@ def test_a_commit_survives_a_collection_that_stands_still_before_its_removal(nod
     assert_intact(nodes, {"one": done[0][0]})
 
 
+def test_two_collections_whose_listings_are_older_than_a_result_do_not_remove_it(nodes, monkeypatch):
+    """Both have listed the results before this one is committed; the first marks its object afterwards."""
+    ada, ben, cy = nodes.store("ada"), nodes.store("ben"), nodes.store("cy")
+    commit_text(ada, "one")
+    table = ada.shared.read(name_of(KEY))
+    ada.shared.remove(table.name, table.version)  # the record was collected long ago
+    assert cy.records() == [], "it has the table at this version"
+    monkeypatch.setattr(BucketStore, "grace_s", 0.0)
+    condemn, list_anew, done = BucketStore.condemn, nodes.client.list, []
+
+    def condemn_later(store, one):
+        done.append(commit_text(ben, "one"))
+        return condemn(store, one)
+
+    def list_early(prefix, **options):
+        listed = list(list_anew(prefix, **options))
+        if prefix.endswith("tables/") and not done:
+            monkeypatch.setattr(nodes.client, "list", list_anew)
+            assert [item.kind for item in ada.gc(dry_run=False).items] == ["marked"]
+        return iter(listed)
+
+    monkeypatch.setattr(BucketStore, "condemn", condemn_later)
+    monkeypatch.setattr(nodes.client, "list", list_early)
+    assert cy.gc(dry_run=False).items == () and len(done) == 1
+    assert_intact(nodes, {"one": done[0]})
+
+
 def test_an_object_is_deleted_by_the_second_collection_after_the_grace_period(nodes, monkeypatch):
     ada = nodes.store("ada")
     kept, gone = commit_text(ada, "one"), commit_text(ada, "two")
