@@ -112,7 +112,13 @@ _RANGE = re.compile(r"\{(-?\d{1,18})\.\.(-?\d{1,18})\}|\$\(seq (-?\d{1,18})(?: (
 _MOST_VALUES = 1000
 """Values of a loop that are read."""
 _MOST_WORK = 10_000_000
-"""About a second. `A=$A$A`, thirty times, would fill the memory."""
+"""About a second: a unit is about what a character costs that is copied and compared. `A=$A$A`, thirty times, would fill the memory."""
+_WORD, _PIECE, _EXPANSION = 20, 10, 100
+"""Work of a word, a quoted part and an expansion, in addition to their characters."""
+PARSED = 8
+"""Work of a character that is parsed."""
+_PLAIN = re.compile(r"[^\\'\"$` \t\n]+")
+_PLAIN_IN_QUOTES = re.compile(r'[^"\\$`]+')
 _ANSI = {"n": "\n", "t": "\t", "\\": "\\", "'": "'", '"': '"'}
 _HOLD = str.maketrans(" \t\n", "\ue000\ue001\ue002")
 _LET_GO = str.maketrans("\ue000\ue001\ue002", " \t\n")
@@ -147,24 +153,25 @@ class Values:
 
     def fields(self, raw: str, *, split: bool = True) -> list[str]:
         """Return the words that a word as written expands to; without `split`, as in an assignment, one at most."""
-        self.spend(len(raw))
-        found: list[str] = []
-        current: str | None = None
+        self.spend(_WORD + len(raw))
+        found: list[list[str]] = [[]]
         at = 0
         while at < len(raw):
-            end, pieces, splits = self._piece(raw, at)
+            if plain := _PLAIN.match(raw, at):
+                found[-1].append(plain[0])
+                at = plain.end()
+                continue
+            at, pieces, splits = self._piece(raw, at)
             if splits and split:
                 pieces = [part for piece in pieces for part in _apart(piece)]
             elif not split:
                 pieces = [" ".join(pieces)] if pieces else pieces
             for number, piece in enumerate(pieces):
                 if number:
-                    found += [] if current is None else [current]
-                    current = None
+                    found.append([])
                 if piece or not splits:
-                    current = (current or "") + piece
-            at = end
-        return [*found, *([] if current is None else [current])]
+                    found[-1].append(piece)
+        return ["".join(parts) for parts in found if parts]
 
     def text(self, raw: str) -> str:
         """Return a word as written with all expansions, in one piece."""
@@ -177,25 +184,26 @@ class Values:
     def _piece(self, raw: str, at: int) -> tuple[int, list[str], bool]:
         """Return the end of the piece at `at`, its values, and whether blanks in them end a word."""
         char = raw[at]
+        self.spend(_PIECE)
         if char == "\\":
             return at + 2, [raw[at + 1 : at + 2]] if raw[at + 1 : at + 2] != "\n" else [], False
         if char == "'":
             end = raw.index("'", at + 1)
             return end + 1, [raw[at + 1 : end]], False
         if raw.startswith("$'", at):
-            end = dollar_end(raw, at, quoted=False)
+            end = self._end(raw, at, quoted=False)
             return end, [re.sub(r"\\(.)", lambda found: _ANSI.get(found[1], found[0]), raw[at + 2 : end - 1])], False
         if char == '"' or raw.startswith('$"', at):
             start = at + 1 + (char == "$")
             end = start
             while raw[end : end + 1] not in ('"', ""):
-                if raw[end] in "$`":
-                    end = dollar_end(raw, end, quoted=True)
+                if plain := _PLAIN_IN_QUOTES.match(raw, end):
+                    end = plain.end()
                 else:
-                    end += 2 if raw[end] == "\\" else 1
+                    end = end + 2 if raw[end] == "\\" else self._end(raw, end, quoted=True)
             return end + 1, self._quoted_words(raw[start:end]), False
         if char in "$`":
-            end = dollar_end(raw, at, quoted=False)
+            end = self._end(raw, at, quoted=False)
             return end, self.parameter(raw[at:end], quoted=False), True
         return at + 1, [char], char in " \t\n"  # blanks are in the default of an expansion alone
 
@@ -208,17 +216,26 @@ class Values:
     def _quoted(self, inner: str, *, quotes: bool = True) -> str:
         made, at = "", 0
         while at < len(inner):
-            if inner[at] in "$`":
-                end = dollar_end(inner, at, quoted=True)
+            if plain := _PLAIN_IN_QUOTES.match(inner, at):
+                made, at = made + plain[0], plain.end()
+            elif inner[at] in "$`":
+                end = self._end(inner, at, quoted=True)
                 made += " ".join(self.parameter(inner[at:end], quoted=True))
                 at = end
             elif inner[at] == "\\" and inner[at + 1 : at + 2] in (*'"\\$`\n',):
+                self.spend(_PIECE)
                 made += inner[at + 1].strip("\n")
                 at += 2
             else:
-                made += "" if inner[at] == '"' and quotes else inner[at]
+                made += "" if quotes and inner[at] == '"' else inner[at]
                 at += 1
         return made
+
+    def _end(self, raw: str, at: int, *, quoted: bool) -> int:
+        """Return where the expansion at `at` ends. The scanner copies the whole text, two hundred characters in a unit."""
+        end = dollar_end(raw, at, quoted=quoted)
+        self.spend(_EXPANSION + len(raw) // 200 + PARSED * (end - at))
+        return end
 
     # ------------------------------------------------------------ parameters
 
@@ -236,7 +253,7 @@ class Values:
             return self._length(text) if text.startswith("${#") else [_held(text)]
         name, subscript, rest = found[1], found[2], found[3]
         words = self._words(name, subscript)
-        self.spend(sum(map(len, words or ())) + len(words or ()))
+        self.spend(sum(map(len, words or ())) + _PIECE * len(words or ()))
         if default := _DEFAULT.fullmatch(rest):
             return self._default(text, name, words, default[1], default[2], quoted=quoted)
         if words is None:
@@ -318,7 +335,7 @@ class Values:
     def _substituted(self, text: str) -> list[str]:
         """Return the output of `$(echo x)` and `$(cat <<END ...)`; any other command stays as written."""
         inner = text[1:-1] if text.startswith("`") else text[2:-1]
-        self.spend(len(inner))
+        self.spend(PARSED * len(inner))
         items = parse(inner)
         if not items:  # a comment between continued lines
             return []
@@ -401,7 +418,7 @@ class Values:
 
         Comparisons give 1 or 0. A quotient is rounded down.
         """
-        self.spend(len(text))
+        self.spend(_EXPANSION + 2 * len(text))
         text = re.sub(r"^\s*(?:(\w+)(\+\+|--)|(\+\+|--)(\w+))\s*$", r"\1\4 \2\3", text)
         if step := re.fullmatch(r"(\w+) (\+|-)[+-]", text):
             text = f"{step[1]} {step[2]}= 1"

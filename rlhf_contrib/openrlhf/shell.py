@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from rlhf_contrib.openrlhf.expansion import Values, double_test, released, test
+from rlhf_contrib.openrlhf.expansion import PARSED, Values, double_test, released, test
 from rlhf_contrib.openrlhf.syntax import ASSIGNMENT, Block, Branch, Item, Simple, assigned_names, leaves, parse
 from rlhf_core.errors import ConfigError
 
@@ -113,6 +113,7 @@ class _Shell:
 
     def script(self, text: str, line: int) -> bool | None:
         """Read a script that begins at a line; return its status as `_items` does."""
+        self.values.spend(PARSED * len(text))
         outside, self._before, self._follows = (self._before, self._follows), [], False
         status = self._items(parse(text, line))
         self._before, self._follows = outside
@@ -150,6 +151,7 @@ class _Shell:
                 self._functions[node.head[0]] = node
             case "(":
                 before = dict(self.values.variables)
+                self.values.spend(len(before))
                 self._items(node.branches[0].body)
                 self.values.variables.clear()
                 self.values.variables.update(before)
@@ -196,6 +198,7 @@ class _Shell:
     def _maybe(self, line: int, what: str, items: Sequence[Item]) -> None:
         """Read commands that may not run. Undo what they assign to a name that has a value, or from an argument."""
         variables, before = self.values.variables, dict(self.values.variables)
+        self.values.spend(_STEP + 10 * len(before))
         self._items(items)
         for name, words in list(variables.items()):
             new, old = " ".join(words), " ".join(before.get(name, []))
@@ -276,6 +279,7 @@ class _Shell:
             number = self.values.number(node.words[1])
             return None if number is None else number != 0
         if node.words and node.words[0] == "[[":
+            self.values.spend(PARSED * len(node.words[1]))
             return None if re.search(r"[<>]|=~", node.words[1]) else double_test(parse(node.words[1]), self.values.text)
         number = next((at for at, word in enumerate(node.words) if not ASSIGNMENT.fullmatch(word)), len(node.words))
         assigned, words = node.words[:number], node.words[number:]

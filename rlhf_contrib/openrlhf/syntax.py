@@ -18,6 +18,9 @@ from rlhf_core.errors import ConfigError
 ENDS_WORD = " \t\n;&|()<>"
 _ARRAY = re.compile(r"[A-Za-z_]\w*\+?=")
 _PARAMETER = re.compile(r"\$(?:[A-Za-z_]\w*|[0-9@*#?$!-])")
+_PLAIN = re.compile(r"[\w./=:,%+@*?^~-]+")
+"""A run of characters that neither end a word, a pattern or a bracket nor begin one."""
+_PLAIN_IN_QUOTES = re.compile(r'[^"$`\\]+')
 _NO_WORDS = re.compile(r"(?:[ \t]|\\\n|\\[ \t]+(?=[#\n]))*(?:#[^\n]*)?")
 """Blanks, joined lines, a comment; also a backslash that was meant to join lines, but for what is behind it."""
 
@@ -82,7 +85,7 @@ class Scanner:
         return word
 
     def piece(self) -> None:
-        """Consume a quotation, an escape, an expansion or one character."""
+        """Consume a quotation, an escape, an expansion, a run of plain characters or one other character."""
         char = self.text[self.at]
         if char == "'":
             self._until("'")
@@ -90,6 +93,8 @@ class Scanner:
             self._double_quoted()
         elif char in "$`":
             self.dollar(quoted=False)
+        elif found := _PLAIN.match(self.text, self.at):
+            self.at = found.end()
         else:
             self.at += 2 if char == "\\" else 1
 
@@ -101,6 +106,8 @@ class Scanner:
                 raise self.open('"', "quote")
             if char in "$`":
                 self.dollar(quoted=True)
+            elif found := _PLAIN_IN_QUOTES.match(self.text, self.at):
+                self.at = found.end()
             else:
                 self.at += 2 if char == "\\" else 1
         self.at += 1
