@@ -68,7 +68,7 @@ def run(
     """
     context.progress(0, 4, "reading rows")
     with _as_planned(config, context.files):
-        tables, facts, origins, report = _rows(config.data, seed=context.seed)
+        tables, facts, origins, report = _rows(config.data, seed=context.seed, folder=context.work)
         if suites:
             prompts = {name: read_prompts(context.path(ref)) for name, ref in sorted(suites.items())}
             tables, overlaps = without_prompts(tables, prompts, config.suite_ngram, origins, report)
@@ -87,6 +87,7 @@ def run(
         report=report,
         progress=lambda said: context.progress(2, 4, f"checking rows against the tokenizer: {said}"),
     )
+    del origins  # as large as the tables that are written below
     for table, line in _without_rows(tables, report, config.data).items():
         if table in HELD_OUT:  # training would go on without the evaluation that the source is for
             raise DataError("prepare_data.data.sources", table, line, "mend the rows, or remove the source")
@@ -137,13 +138,17 @@ def _statuses(path: Path) -> dict[str, tuple[int, ...]]:
 # ---------------------------------------------------------------- rows and model
 
 
-def _rows(data: DataConfig, *, seed: int) -> tuple[Tables, dict[str, float], dict[str, Origin], DropReport]:
-    """Return the tables, facts about them, where each row (by id) came from, and the report of drops so far."""
+def _rows(
+    data: DataConfig, *, seed: int, folder: Path
+) -> tuple[Tables, dict[str, float], dict[str, Origin], DropReport]:
+    """Return the tables, facts about them, where each row (by id) came from, and the report of drops so far.
+
+    Rows of files are in temporary files in `folder`.
+    """
     report = DropReport()
-    facts: dict[str, float] = {}
     if isinstance(data, Files):
-        tables, origins = from_files(data, seed=seed, report=report)
-        return tables, facts, origins, report
+        tables, origins = from_files(data, seed=seed, report=report, folder=folder)
+        return tables, {}, origins, report
     # The topic of `rlhf_contrib` that the configuration names; the key contains its code.
     tables, facts = import_module(data.module).make_tables(data, seed=seed)
     report.rows_read[data.type] = sum(len(rows) for rows in tables.named().values())
@@ -314,7 +319,6 @@ def _show(tables: Tables, report: DropReport, config: PrepareDataConfig, context
                 "%s: columns and keys of source %s that are not read (rows): %s", context.label, source, names
             )
     if report.drops:
-        dropped = [[reason, count] for reason, count in report.counts().items()]
-        context.tracker.table("dropped", ["reason", "rows"], dropped)
+        context.tracker.table("dropped", ["reason", "rows"], [*map(list, report.counts().items())])
     context.tracker.file(context.out / "preview.md", "data")
     context.tracker.file(context.out / "validation.json", "data")

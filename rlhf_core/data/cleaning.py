@@ -5,6 +5,7 @@ confirm them: the checksum of cards (Luhn), `ipaddress`, and `phonenumbers` (Goo
 of their own, as names and addresses, are not found.
 """
 
+import hashlib
 import ipaddress
 import json
 import re
@@ -12,11 +13,12 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from rlhf_core.config.data import Filters
 from rlhf_core.data.formats import Example
 from rlhf_core.data.limits import DropReport, Origin
+from rlhf_core.data.rows import StoredRows, changed
 from rlhf_core.data.turns import Turns
 from rlhf_core.errors import ConfigError
 from rlhf_core.types import Message
@@ -25,6 +27,7 @@ _WORD = re.compile(r"[^\W\d_]+")
 _NOT_WORD = re.compile(r"[^\w]+")
 _WITHOUT_SPACES = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\U00020000-\U0003ffff"
 """Characters of Thai, Lao, Burmese and Khmer, of Japanese, and of Chinese: a whole sentence has no space."""
+Examples = TypeVar("Examples", StoredRows[Example], list[Example])
 _WORDS = re.compile(rf"[{_WITHOUT_SPACES}]|[^\s{_WITHOUT_SPACES}]+")
 
 
@@ -54,38 +57,56 @@ def caseless(turns: Turns) -> str:
     return unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", exact(turns)).casefold())
 
 
-def without_repeated_prompts(examples: Sequence[Example]) -> tuple[list[Example], int]:
+def without_repeated_prompts(examples: Examples) -> tuple[Examples, int]:
     """Return `examples` with answers that do not repeat their prompt, and in how many examples they did.
 
     Only if nearly all of them do, with prompts of words: then the source stores whole texts, prompt and answer together.
     """
-    answered = [example for example in examples if (example.chosen or example.rejected) and not example.steps]
-    repeating = {id(example) for example in answered if all(map(_repeats(example), _answers(example)))}
-    worded = sum(len(_WORD.findall(one.prompt[-1].content)) >= 2 for one in answered if id(one) in repeating)
-    if len(repeating) < 0.95 * len(answered) or 2 * worded <= len(repeating):  # not nearly all, or mere sums
-        return list(examples), 0
-    return [_unrepeated(example) if id(example) in repeating else example for example in examples], len(repeating)
+    answered = repeating = worded = 0
+    for example in examples:
+        repeats = _repeats_prompt(example)
+        answered += repeats is not None
+        if repeats:
+            repeating += 1
+            worded += len(_WORD.findall(example.prompt[-1].content)) >= 2
+        elif answered - repeating > 0.06 * len(examples):  # too many do not, whatever the others do
+            break
+    if repeating < 0.95 * answered or 2 * worded <= repeating:  # not nearly all, or mere sums
+        return examples, 0
+    return changed(examples, lambda one: _unrepeated(one) if _repeats_prompt(one) else one), repeating
 
 
-def deduplicate(examples: Iterable[Example], report: DropReport) -> list[Example]:
+def deduplicate(examples: Examples, report: DropReport) -> Examples:
     """Return `examples` without those that repeat the prompt and answers of an earlier one, ignoring white space.
 
     Punctuation and signs count: 3 - 2 and 3 + 2 are different prompts.
     """
-    seen: dict[tuple[str, str, str], Example] = {}
-    for example in examples:
-        key = (exact(example.prompt), exact(example.chosen), exact(example.rejected))
-        if key in seen:
-            first = seen[key].origin
-            report.add(example.source, example.origin, f"duplicate: of {first.file}:{first.line}")
-        else:
-            seen[key] = example
-    return list(seen.values())
+    return changed(examples, distinct(report))
+
+
+def distinct(report: DropReport) -> Callable[[Example], Example | None]:
+    """Make a function that returns an example, or None if it has had one with the same texts; `report` gets those."""
+    seen: dict[bytes, Origin] = {}
+
+    def unseen(example: Example) -> Example | None:
+        key = fingerprint(exact(example.prompt), exact(example.chosen), exact(example.rejected))
+        if (first := seen.get(key)) is None:
+            seen[key] = example.origin
+            return example
+        report.add(example.source, example.origin, f"duplicate: of {first.file}:{first.line}")
+        return None
+
+    return unseen
+
+
+def fingerprint(*texts: str) -> bytes:
+    """16 bytes that stand for texts, which may be long."""
+    return hashlib.blake2b(repr(texts).encode(), digest_size=16).digest()
 
 
 def decontaminate(
-    training: Sequence[Example], evaluation: Iterable[Example], *, ngram: int | None, report: DropReport
-) -> list[Example]:
+    training: Examples, evaluation: Sequence[Example], *, ngram: int | None, report: DropReport
+) -> Examples:
     """Return the `training` rows that do not begin with a prompt of `evaluation`, ignoring white space and case.
 
     A text without a prompt is removed if it is one of `evaluation`.
@@ -95,21 +116,21 @@ def decontaminate(
     With `ngram`, a row is also removed if its prompt or an answer shares that many consecutive words with an evaluation
     prompt (the overlap test of GPT-3, arXiv 2005.14165, appendix C).
     """
-    held_out = list(evaluation)
-    overlap = Overlap((example.prompt for example in held_out), ngram=ngram)
-    texts = {caseless(example.chosen) for example in held_out if not example.prompt}
-    kept = []
-    for example in training:
+    overlap = Overlap((example.prompt for example in evaluation), ngram=ngram)
+    texts = {caseless(example.chosen) for example in evaluation if not example.prompt}
+
+    def clean(example: Example) -> Example | None:
         if not example.prompt and caseless(example.chosen) in texts:
             report.add(example.source, example.origin, "contaminated: it is an evaluation text")
-            continue
+            return None
         found = overlap.found(example.prompt, (example.chosen, example.rejected))
         if found is None:
-            kept.append(example)
-            continue
+            return example
         how = f"shares {ngram} words in a row with" if found.words else "it begins with"
         report.add(example.source, example.origin, f"contaminated: {how} an evaluation prompt")
-    return kept
+        return None
+
+    return changed(training, clean)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +187,10 @@ def _grams(words: Sequence[str], size: int) -> list[tuple[str, ...]]:
     return [tuple(words[start : start + size]) for start in range(len(words) - size + 1)]
 
 
-def _answers(example: Example) -> list[Turns]:
-    return [answer for answer in (example.chosen, example.rejected) if answer]
+def _repeats_prompt(example: Example) -> bool | None:
+    """Return whether every answer of an example does; None if it has no answer, or steps."""
+    answers = [answer for answer in (example.chosen, example.rejected) if answer]
+    return all(map(_repeats(example), answers)) if answers and not example.steps else None
 
 
 def _repeats(example: Example) -> Callable[[Turns], bool]:
@@ -218,16 +241,17 @@ class NearDuplicates:
         self._index: Any = MinHashLSH(threshold=threshold, num_perm=PERMUTATIONS)
         self._rows: list[tuple[Any, Origin]] = []
 
-    def distinct(self, examples: Sequence[Example], report: DropReport) -> list[Example]:
+    def distinct(self, examples: Examples, report: DropReport) -> Examples:
         """Return the examples that are not near-duplicates of earlier ones, and add the others to `report`."""
-        kept = []
-        for example in examples:
+
+        def unlike(example: Example) -> Example | None:
             if (found := self._similar(example)) is None:
-                kept.append(example)
-            else:
-                place = f"{found[1].file}:{found[1].line}"
-                report.add(example.source, example.origin, f"near-duplicate: {found[0]:.2f} similar to {place}")
-        return kept
+                return example
+            place = f"{found[1].file}:{found[1].line}"
+            report.add(example.source, example.origin, f"near-duplicate: {found[0]:.2f} similar to {place}")
+            return None
+
+        return changed(examples, unlike)
 
     def _similar(self, example: Example) -> tuple[float, Origin] | None:
         """Return the similarity and the origin of the most similar earlier row, or None after adding `example`."""
@@ -387,12 +411,12 @@ class RowFilter:
         self._config = config
         self._language = _identifier(config.languages) if config.languages else None
 
-    def kept(self, examples: Iterable[Example], report: DropReport) -> list[Example]:
+    def kept(self, examples: Examples, report: DropReport) -> Examples:
         """Return the examples that pass, masked if so configured, and add the others to `report`."""
         if self._config == Filters():
-            return list(examples)
-        kept = []
-        for example in examples:
+            return examples
+
+        def passing(example: Example) -> Example | None:
             reason, found = self._reason(example), example
             counts: Counter[str] = Counter()
             if not reason and self._config.pii == "mask":
@@ -404,10 +428,11 @@ class RowFilter:
                     reason = "no preference left: chosen and rejected differ in personal data alone"
             if reason:
                 report.add(example.source, example.origin, reason)
-            else:
-                report.masked.update(counts)
-                kept.append(found)
-        return kept
+                return None
+            report.masked.update(counts)
+            return found
+
+        return changed(examples, passing)
 
     def _reason(self, example: Example) -> str:
         """Return why a row is left out, or the empty text."""

@@ -287,7 +287,7 @@ def verdict_of(row: Row) -> Any:
     return next((row[name] for name in ("label", "kto_tag") if not is_empty(row.get(name))), None)
 
 
-def has_integers_with_gaps(rows: Sequence[Row], name: str) -> bool:
+def has_integers_with_gaps(rows: Iterable[Row], name: str) -> bool:
     """True for a column of text such as `9.0`, as pandas writes integers to CSV where a row has none."""
     gaps = said = False
     for value in (row.get(name) for row in rows):
@@ -311,16 +311,15 @@ def label_reading(source: Source, format_name: str, rows: Iterable[Row]) -> Labe
         return "verdict"
     if source.label_coding != "auto":
         return source.label_coding
-    found = list(rows)
-    if any("thumbs" in row for row in found):
+    if any("thumbs" in row for row in rows):
         return "verdict"
-    said = Counter(spelling(label) for row in found if (label := verdict_of(row)) is not None)
+    said = Counter(spelling(label) for row in rows if (label := verdict_of(row)) is not None)
     words = sum(count for label, count in said.items() if label in TRUTHS)
     others = sum(count for label, count in said.items() if label not in TRUTHS and label not in _NUMBERS)
     tables = {name for name in type(source.use).model_fields if getattr(source.use, name)}
     asks = tables <= {"prompts", "eval_prompts"}
     if words:
-        if not (asks and said.keys() <= {"true", "false"} and any(isinstance(verdict_of(row), str) for row in found)):
+        if not (asks and said.keys() <= {"true", "false"} and any(isinstance(verdict_of(row), str) for row in rows)):
             return "verdict" if words >= others else "answer"
     elif not said or asks or not _may_be_verdicts(said):
         return "answer"

@@ -137,7 +137,7 @@ def refuse_sides(row: Row) -> None:
     raise DataError(f"{rule}; set {lines}{also}")
 
 
-def verdict_coding(source: str, coding: PreferenceCoding, rows: Sequence[Row]) -> PreferenceCoding:
+def verdict_coding(source: str, coding: PreferenceCoding, rows: Iterable[Row]) -> PreferenceCoding:
     """Return how to read the numbers in `preference` of `source`; for `auto`, the values that occur in `rows` decide.
 
     1 and 2 are read as positions if a 2 occurs and no 0. 0 and 1 are read as positions only if the answer columns are

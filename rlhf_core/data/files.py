@@ -1,9 +1,12 @@
 """Convert real data to tables: read -> adapt -> deduplicate -> pair -> split -> decontaminate -> mix."""
 
-from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Sequence
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from rlhf_core.config.data import HELD_OUT, Files, PreferenceCoding, Source
@@ -12,7 +15,9 @@ from rlhf_core.data.cleaning import (
     RowFilter,
     decontaminate,
     deduplicate,
+    distinct,
     exact,
+    fingerprint,
     without_repeated_prompts,
 )
 from rlhf_core.data.columns import (
@@ -34,10 +39,11 @@ from rlhf_core.data.formats import Example, convert_all, examples_of
 from rlhf_core.data.interleaving import interleave
 from rlhf_core.data.limits import Drop, DropReport, Origin
 from rlhf_core.data.mixing import is_evaluation, misfit, mix, shuffled, table_of, trained
+from rlhf_core.data.rows import RowFile, StoredRows
 from rlhf_core.data.sources import Record, read
 from rlhf_core.data.tables import Demonstration, Feedback, Preference, SteppedAnswer, Tables, content_id, pseudonym
 from rlhf_core.errors import DataError
-from rlhf_core.types import Prompt, derive_seed
+from rlhf_core.types import Message, Prompt, derive_seed
 
 TRAINING = ("demonstrations", "preferences", "prompts", "steps", "feedback")
 EVALUATION = ("eval_demonstrations", "eval_preferences", "eval_prompts", "eval_steps", "eval_feedback")
@@ -47,56 +53,65 @@ _MALFORMED = (DataError, RecursionError)
 _LONGEST_REASON = 500  # characters of a reason, which may quote a long value of its row
 
 
-def make_tables(config: Files, *, seed: int, report: DropReport) -> tuple[Tables, dict[str, Origin]]:
+def make_tables(
+    config: Files, *, seed: int, report: DropReport, folder: Path | None = None
+) -> tuple[Tables, dict[str, Origin]]:
     """Return the tables and the origin of each row by its ID, and add the rows left out to `report`.
 
-    Raises DataError, naming the first malformed row, if more than `max_bad_fraction` of a source is malformed.
+    Rows are in temporary files in `folder`. Raises DataError, naming the first malformed row, if more than
+    `max_bad_fraction` of a source is malformed.
     """
-    assigned: dict[str, dict[str, list[Example]]] = defaultdict(lambda: defaultdict(list))
+    file = RowFile(Example, Origin, Message, folder=folder)
+    assigned: Assigned = defaultdict(lambda: defaultdict(lambda: StoredRows(file)))
     row_filter = RowFilter(config.filters)
     for source in config.sources:
-        examples = read_examples(source, max_bad_fraction=config.max_bad_fraction, report=report)
-        examples = row_filter.kept(examples, report)
+        found = read_examples(source, max_bad_fraction=config.max_bad_fraction, report=report, file=file)
+        examples = row_filter.kept(found, report)
         if config.deduplicate:
             examples = deduplicate(examples, report)
         _assign(_paired(examples, source, report), source, config, assigned, report)
     if config.deduplicate:
         _deduplicate_across(assigned, report)
     if config.decontaminate != "off":
-        _decontaminate(assigned, config, report)
+        _decontaminate(assigned, config, report, file)
     if config.filters.near_duplicates:
         _drop_near_duplicates(assigned, config.filters.near_duplicates, report)
     rows = {
-        table: _mixed(assigned[table], config, trains=table in TRAINING, seed=derive_seed(seed, table), report=report)
+        table: StoredRows[Example](
+            file,
+            _mixed(assigned[table], config, trains=table in TRAINING, seed=derive_seed(seed, table), report=report),
+        )
         for table in (*TRAINING, *EVALUATION)
     }
-    return _tables(rows)
+    return _tables(rows, RowFile(Demonstration, Preference, Prompt, SteppedAnswer, Feedback, Message, folder=folder))
 
 
-def read_examples(source: Source, *, max_bad_fraction: float, report: DropReport) -> list[Example]:
+def read_examples(
+    source: Source,
+    *,
+    max_bad_fraction: float,
+    report: DropReport,
+    file: RowFile | None = None,
+) -> StoredRows[Example]:
     """Return the rows of `source` as examples and report malformed rows. Raises DataError if there are too many.
 
     With format `auto`, most rows decide for all. Ties are reported, but do not count as malformed.
     """
-    examples: list[Example] = []
+    examples = StoredRows[Example](file or RowFile(Example, Origin, Message))
     malformed: list[Drop] = []
     ties: list[Drop] = []
-    rows: deque[tuple[Origin, str, Any]] = deque(_rows(source, report, malformed))
-    format_name = rows[0][1] if rows else ""
+    rows = _readable(source, report, malformed, examples.file.folder)
+    format_name = rows.format
     # What numbers and labels mean is decided over all rows.
-    columns = [row for *_, row in rows]
     coding = source.preference_coding
     if format_name == "comparison":
-        coding = verdict_coding(source.name, coding, columns)
-    labels = label_reading(source, format_name, columns)
-    for name in ("label", "answer"):
-        if has_integers_with_gaps(columns, name):
+        coding = verdict_coding(source.name, coding, rows)
+    labels = label_reading(source, format_name, rows.having("label", "kto_tag", "thumbs"))
+    gaps = [name for name in ("label", "answer") if has_integers_with_gaps(rows.having(name), name)]
+    for origin, row in rows.located():
+        for name in gaps:
             theirs = getattr(source.columns, name) or name
-            rows = deque(
-                (at, kind, row | {theirs: f"{row.get(name) or ''}".removesuffix(".0")}) for at, kind, row in rows
-            )
-    while rows:
-        origin, _, row = rows.popleft()
+            row = row | {theirs: f"{row.get(name) or ''}".removesuffix(".0")}
         try:
             made = _examples(row, format_name, source, coding, labels)
         except _MALFORMED as error:
@@ -108,12 +123,10 @@ def read_examples(source: Source, *, max_bad_fraction: float, report: DropReport
         report.not_read[source.name].update(made[0].unread)
         if made[0].tied:
             report.tied_pairs[source.name] += made[0].tied
-        made = [
-            replace(one, source=source.name, origin=origin, annotator=pseudonym(one.annotator, source.name))
-            for one in made
-        ]
         # Only the best answer of a ranking is worth imitating: the chosen answer of the first pair.
-        examples += made if _goes_to("preferences", made[0], source) else made[:1]
+        for one in made if len(made) > 1 and _goes_to("preferences", made[0], source) else made[:1]:
+            name = pseudonym(one.annotator, source.name)
+            examples.append(replace(one, source=source.name, origin=origin, annotator=name))
     if source.repeated_prompts == "remove":
         examples, repeated = without_repeated_prompts(examples)
         report.not_read[source.name].update({"prompts repeated in answers": repeated} if repeated else {})
@@ -123,23 +136,29 @@ def read_examples(source: Source, *, max_bad_fraction: float, report: DropReport
     return examples
 
 
-def best_against_worst(examples: Sequence[Example], report: DropReport, *, min_margin: float = 0.0) -> list[Example]:
+def best_against_worst(
+    examples: StoredRows[Example], report: DropReport, *, min_margin: float = 0.0
+) -> StoredRows[Example]:
     """Return scored examples as one pair per prompt, of the highest and the lowest reward. The others are unused.
 
     If all answers to a prompt have the same reward, or differ by less than `min_margin`, or there is only one, the
     examples become bare prompts. Examples without a reward stay unchanged.
     """
-    by_prompt: dict[str, list[Example]] = defaultdict(list)
-    for example in examples:
+    by_prompt: dict[bytes, list[int]] = defaultdict(list)
+    for place, example in enumerate(examples):
         if example.reward is not None:
-            by_prompt[exact(example.prompt)].append(example)
-    judged = [example for example in examples if example.reward is None]
-    for found in by_prompt.values():
+            by_prompt[fingerprint(exact(example.prompt))].append(place)
+    if not by_prompt:
+        return examples
+    judged = examples.changed(lambda one: one if one.reward is None else None)
+    for places in by_prompt.values():
+        found = [examples[place] for place in places]
         order = sorted(found, key=lambda example: -(example.reward or 0.0))
         best, worst = order[0], order[-1]
         gap = (best.reward or 0.0) - (worst.reward or 0.0)
         if gap == 0 or gap < min_margin:
-            judged += [replace(example, chosen=()) for example in found]
+            for example in found:
+                judged.append(replace(example, chosen=()))
             continue
         judged.append(replace(best, rejected=worst.chosen, margin=gap, annotator=_both(best, worst)))
         if len(order) > 2:
@@ -147,30 +166,32 @@ def best_against_worst(examples: Sequence[Example], report: DropReport, *, min_m
     return judged
 
 
-def pair_unpaired(examples: Sequence[Example]) -> list[Example]:
+def pair_unpaired(examples: StoredRows[Example]) -> StoredRows[Example]:
     """Return the examples with good and bad answers to the same prompt joined to pairs (KTO and stepwise rows).
 
     Answers without a partner stay unchanged: a good one can still be imitated, and any labeled one can be trained on
     alone. An answer that is labeled both good and bad is not paired with itself.
     """
-    bad: dict[str, list[Example]] = defaultdict(list)
-    for example in examples:
+    bad: dict[bytes, list[int]] = defaultdict(list)
+    for number, example in examples.numbered():
         if example.rejected and not example.chosen:
-            bad[exact(example.prompt)].append(example)
-    joined = []
-    for example in examples:
+            bad[fingerprint(exact(example.prompt))].append(number)
+    if not bad:
+        return examples
+
+    def joined(example: Example) -> Example | None:
         if example.rejected:
-            if example.chosen:
-                joined.append(example)
-            continue
-        partners = bad[exact(example.prompt)] if example.chosen else []
-        other = next((i for i, partner in enumerate(partners) if partner.rejected != example.chosen), None)
-        if other is None:
-            joined.append(example)
-        else:
-            partner = partners.pop(other)
-            joined.append(replace(example, rejected=partner.rejected, annotator=_both(example, partner)))
-    return joined + [example for rest in bad.values() for example in rest]
+            return example if example.chosen else None
+        partners = bad[fingerprint(exact(example.prompt))] if example.chosen else []
+        for place, number in enumerate(partners):
+            partner: Example = examples.file.read(number)
+            if partner.rejected != example.chosen:
+                del partners[place]
+                return replace(example, rejected=partner.rejected, annotator=_both(example, partner))
+        return example
+
+    pairs = examples.changed(joined)
+    return StoredRows(examples.file, chain(pairs.numbers, *bad.values()))
 
 
 def _both(good: Example, bad: Example) -> str:
@@ -178,12 +199,37 @@ def _both(good: Example, bad: Example) -> str:
     return good.annotator if good.annotator == bad.annotator else ""
 
 
-def _rows(source: Source, report: DropReport, malformed: list[Drop]) -> Iterator[tuple[Origin, str, Row]]:
-    """Yield the origin, format and columns of each readable row, and add the others to `malformed`."""
-    records = deque(read(source))
+@dataclass(frozen=True, slots=True)
+class _Readable:
+    """The readable rows of a source, which are in a file: each walk makes them again."""
+
+    records: StoredRows[Record]
+    source: Source
+    format: str
+    columns: set[str]
+    """Names of the columns that any of them has, up to their first dot."""
+
+    def having(self, *names: str) -> Iterable[Row]:
+        """The rows, or none if no row has one of the columns."""
+        theirs = (getattr(self.source.columns, name, "").partition(".")[0] for name in names)
+        return () if self.columns.isdisjoint((*names, *theirs)) else self
+
+    def __iter__(self) -> Iterator[Row]:
+        return (row for _, row in self.located())
+
+    def located(self) -> Iterator[tuple[Origin, Any]]:
+        """Yield each row with its origin."""
+        return ((one.origin, row_format(one, self.source, self.format)[1]) for one in self.records)
+
+
+def _readable(source: Source, report: DropReport, malformed: list[Drop], folder: Path | None) -> _Readable:
+    """Return the format and columns of the readable rows, and add the others to `malformed`."""
+    records = StoredRows[Record](RowFile(Record, Origin, folder=folder))
+    for record in read(source):
+        records.append(record)
     format_name = usual_format(records, source)
-    while records:
-        record = records.popleft()
+    good, columns = array("q"), set[str]()
+    for number, record in records.numbered():
         report.rows_read[source.name] += 1
         try:
             format_name, row = row_format(record, source, format_name)
@@ -192,7 +238,9 @@ def _rows(source: Source, report: DropReport, malformed: list[Drop]) -> Iterator
         except _MALFORMED as error:
             malformed.append(_malformed(source, record.origin, error))
             continue
-        yield record.origin, format_name, row
+        good.append(number)
+        columns.update(name.partition(".")[0] for name in record.row)
+    return _Readable(StoredRows(records.file, good), source, format_name if good else "", columns)
 
 
 def usual_format(records: Sequence[Record], source: Source) -> str:
@@ -267,11 +315,20 @@ def _malformed(source: Source, origin: Origin, error: DataError | RecursionError
     )
 
 
-def _paired(examples: Sequence[Example], source: Source, report: DropReport) -> list[Example]:
+def _paired(examples: StoredRows[Example], source: Source, report: DropReport) -> StoredRows[Example]:
     """Return the examples joined to pairs, except those for the `steps` table, which are judged one by one."""
-    judged = [example for example in examples if _goes_to("steps", example, source)]
-    others = [example for example in examples if not _goes_to("steps", example, source)]
-    return pair_unpaired(best_against_worst(others, report, min_margin=source.min_margin)) + judged
+    use = source.use
+    if not (
+        use.steps
+        or use.eval_steps
+        or any(one.reward is not None or (one.rejected and not one.chosen) for one in examples)
+    ):
+        return examples
+    judged, others = StoredRows[Example](examples.file), StoredRows[Example](examples.file)
+    for number, example in examples.numbered():
+        (judged if _goes_to("steps", example, source) else others).numbers.append(number)
+    paired = pair_unpaired(best_against_worst(others, report, min_margin=source.min_margin))
+    return StoredRows(examples.file, chain(paired.numbers, judged.numbers))
 
 
 def _goes_to(kind: str, example: Example, source: Source) -> bool:
@@ -280,12 +337,12 @@ def _goes_to(kind: str, example: Example, source: Source) -> bool:
     return table is not None and trained(table) == kind
 
 
+Assigned = dict[str, dict[str, StoredRows[Example]]]
+"""Table -> name of a source -> its rows there."""
+
+
 def _assign(
-    examples: Sequence[Example],
-    source: Source,
-    config: Files,
-    assigned: dict[str, dict[str, list[Example]]],
-    report: DropReport,
+    examples: StoredRows[Example], source: Source, config: Files, assigned: Assigned, report: DropReport
 ) -> None:
     """Add each example to the table of its prompt, `assigned[table][source name]`.
 
@@ -293,7 +350,7 @@ def _assign(
     """
     filled = config.filled()
     splits = {trained(table) for table in HELD_OUT if table not in filled}
-    for example in examples:
+    for number, example in examples.numbered():
         table = table_of(example, source.use)
         if table is None:
             report.unused[source.name] += 1
@@ -306,29 +363,34 @@ def _assign(
         held_out = name != table or (table in splits and is_evaluation(example, config.eval_fraction))
         if name == "preferences" and not (example.chosen and example.rejected):
             name = "feedback"
-        assigned[f"eval_{name}" if held_out else name][source.name].append(example)
+        assigned[f"eval_{name}" if held_out else name][source.name].numbers.append(number)
 
 
-def _deduplicate_across(assigned: dict[str, dict[str, list[Example]]], report: DropReport) -> None:
+def _deduplicate_across(assigned: Assigned, report: DropReport) -> None:
     """Drop rows that an earlier source has already added to the same table. Tables of prompts keep each prompt once."""
     for table, by_source in assigned.items():
-        rows = [example for found in by_source.values() for example in found]
-        if trained(table) == "prompts":
-            rows = [replace(example, chosen=(), rejected=()) for example in rows]
-        kept = deduplicate(rows, report)
-        for name in by_source:
-            by_source[name] = [example for example in kept if example.source == name]
+        unseen = distinct(report)
+        for name, found in by_source.items():
+            bare = found.changed(_asked) if trained(table) == "prompts" else found
+            by_source[name] = bare.changed(unseen)
 
 
-def _decontaminate(assigned: dict[str, dict[str, list[Example]]], config: Files, report: DropReport) -> None:
-    held_out = [example for table in EVALUATION for found in assigned[table].values() for example in found]
+def _asked(example: Example) -> Example:
+    """Return an example without its answers."""
+    return replace(example, chosen=(), rejected=()) if example.chosen or example.rejected else example
+
+
+def _decontaminate(assigned: Assigned, config: Files, report: DropReport, file: RowFile) -> None:
+    held_out = StoredRows[Example](
+        file, (n for table in EVALUATION for found in assigned[table].values() for n in found.numbers)
+    )
     ngram = config.ngram if config.decontaminate == "ngram" else None
     for table in TRAINING:
         for name, found in assigned[table].items():
             assigned[table][name] = decontaminate(found, held_out, ngram=ngram, report=report)
 
 
-def _drop_near_duplicates(assigned: dict[str, dict[str, list[Example]]], threshold: float, report: DropReport) -> None:
+def _drop_near_duplicates(assigned: Assigned, threshold: float, report: DropReport) -> None:
     """Drop rows that are near-duplicates of an earlier row of their table, or of one that it holds out."""
     for table in TRAINING:
         pool = NearDuplicates(threshold)
@@ -338,29 +400,30 @@ def _drop_near_duplicates(assigned: dict[str, dict[str, list[Example]]], thresho
 
 
 def _mixed(
-    by_source: dict[str, list[Example]], config: Files, *, trains: bool, seed: int, report: DropReport
-) -> list[Example]:
-    """The rows of one table in their final order. Only rows that a stage `trains` on may be repeated."""
+    by_source: dict[str, StoredRows[Example]], config: Files, *, trains: bool, seed: int, report: DropReport
+) -> Sequence[int]:
+    """The numbers of the rows of one table in their final order. Only rows that a stage `trains` on may be repeated."""
     weights = {source.name: source.weight for source in config.sources}
+    numbers = {name: rows.numbers for name, rows in by_source.items()}
     if config.stopping_strategy and trains:
         orders = {
-            name: shuffled(by_source[name], seed=derive_seed(seed, "source", name))
+            name: shuffled(numbers[name], seed=derive_seed(seed, "source", name))
             for name in weights
-            if by_source[name]
+            if numbers.get(name)
         }
         lengths = {name: len(rows) for name, rows in orders.items()}
         shares = {name: weights[name] for name in orders}
         drawn = interleave(lengths, shares, stopping_strategy=config.stopping_strategy, seed=seed) if shares else ()
         rows = [orders[name][position] for name, position in drawn]
     elif config.mixture == "weights":
-        rows = mix(by_source, weights, seed=seed)
+        rows = mix(numbers, weights, seed=seed)
     else:
-        rows = shuffled([example for found in by_source.values() for example in found], seed=seed)
+        rows = shuffled(array("q", chain.from_iterable(numbers.values())), seed=seed)
     if config.max_rows:
         rows = rows[: config.max_rows]
-    taken = {id(example) for example in rows}
-    for name, found in by_source.items():
-        left = sum(id(example) not in taken for example in found)
+    taken = set(rows)
+    for name, found in numbers.items():
+        left = sum(number not in taken for number in found)
         if left:
             report.unused[name] += left
     return rows
@@ -376,8 +439,8 @@ CONTENT = {
 """Fields of an example from which its ID is computed, by table."""
 
 
-def _tables(rows: dict[str, list[Example]]) -> tuple[Tables, dict[str, Origin]]:
-    """Return typed tables, and the origin of each row by its ID."""
+def _tables(rows: dict[str, StoredRows[Example]], file: RowFile) -> tuple[Tables, dict[str, Origin]]:
+    """Return typed tables, whose rows are in `file`, and the origin of each row by its ID."""
     origins: dict[str, Origin] = {}
 
     def identify(example: Example, *parts: object) -> str:
@@ -392,9 +455,12 @@ def _tables(rows: dict[str, list[Example]]) -> tuple[Tables, dict[str, Origin]]:
     tables: dict[str, Any] = {}
     for name in (field.name for field in fields(Tables)):  # in this order, which decides the IDs of equal rows
         kind = name.removeprefix("eval_")
-        tables[name] = tuple(
-            _typed(kind, identify(row, name, *(getattr(row, part) for part in CONTENT[kind])), row)
-            for row in rows[name]
+        tables[name] = StoredRows(
+            file,
+            (
+                file.add(_typed(kind, identify(row, name, *(getattr(row, part) for part in CONTENT[kind])), row))
+                for row in rows[name]
+            ),
         )
     return Tables(**tables), origins
 

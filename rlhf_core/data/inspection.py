@@ -15,6 +15,7 @@ from rlhf_core.data.files import best_against_worst, pair_unpaired, read_example
 from rlhf_core.data.formats import Example
 from rlhf_core.data.limits import DropReport, Reason
 from rlhf_core.data.mixing import misfit
+from rlhf_core.data.rows import StoredRows
 from rlhf_core.data.sources import Record, read
 from rlhf_core.data.turns import Turns
 from rlhf_core.errors import RlhfError
@@ -101,7 +102,7 @@ def _first(source: Source) -> Iterator[Record]:
     return islice(read(source), ROWS_FOR_COLUMNS)
 
 
-def _tables(examples: Sequence[Example], *, min_margin: float) -> tuple[dict[str, int], dict[str, str]]:
+def _tables(examples: StoredRows[Example], *, min_margin: float) -> tuple[dict[str, int], dict[str, str]]:
     """Return the rows that each table would have if all examples went there, and why the others would have none."""
     joined = pair_unpaired(best_against_worst(examples, DropReport(), min_margin=min_margin))
     counts: dict[str, int] = {}

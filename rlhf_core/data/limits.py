@@ -1,6 +1,7 @@
 """Report dropped rows, and drop those that exceed a limit in tokens or spell control tokens of the policy's tokenizer."""
 
 import time
+from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -10,6 +11,7 @@ from typing import Any, TypeAlias
 
 from rlhf_core.data.chat import UNLIMITED, ChatTemplate, Segments
 from rlhf_core.data.chat_templates import is_content, structure
+from rlhf_core.data.rows import selected
 from rlhf_core.data.tables import Demonstration, Feedback, Preference, SteppedAnswer, Tables
 from rlhf_core.data.token_bounds import TokenBounds
 from rlhf_core.errors import DataError
@@ -174,17 +176,17 @@ def limit(
     done, total, began = 0, sum(map(len, named.values())), time.monotonic()
     kept: dict[str, Any] = {}
     for name, rows in named.items():
-        good: list[Row] = []
+        good, before = array("q"), done
         for batch in _batches(rows):
-            for row, reason in zip(batch, reasons(batch), strict=True):
+            for place, (row, reason) in enumerate(zip(batch, reasons(batch), strict=True), start=done - before):
                 if reason is None:
-                    good.append(row)
+                    good.append(place)
                 else:
                     report.add(row.source, origins[row.id], reason)
             done += len(batch)
             rate = done / max(time.monotonic() - began, 1e-6)
             progress(f"{done:,} of {total:,} rows, {rate:,.0f} a second")
-        kept[name] = tuple(good)
+        kept[name] = selected(rows, good)
     return Tables(**kept)
 
 

@@ -10,11 +10,12 @@ killed stage can continue after its last shard.
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, islice, pairwise
 from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
@@ -77,31 +78,90 @@ def to_messages(rows: list[dict[str, str]]) -> tuple[Message, ...]:
     return tuple(Message(**row) for row in rows)
 
 
-def write_rows(path: Path, schema: pa.Schema, rows: Sequence[Any], *, optional: pa.Field | None = None) -> None:
+def write_rows(path: Path, schema: pa.Schema, rows: Iterable[Any], *, optional: pa.Field | None = None) -> None:
     """Write dataclasses, whose fields are the columns of `schema`, to `path` atomically.
 
-    The column `optional` is written only if a row has a value there, so tables without any keep their bytes.
+    The column `optional` is written only if a row has a value there, so tables without any keep their bytes. So are tool
+    fields of messages. Raises DataError for tool calls in a `MESSAGES` column.
     """
-    if optional is not None and any(getattr(row, optional.name) for row in rows):
-        schema = schema.append(optional)
-    schema = widened(schema, {one.name: [getattr(row, one.name) for row in rows] for one in schema})
-    write_table(path, schema, {one.name: _column(rows, one) for one in schema})
+    fields = [*schema] if optional is None else [*schema, optional]
+    columns = {one.name: _Turns(one.type) if one.type in _TURNS else _Cells(one.type) for one in fields}
+    left = iter(rows)
+    while part := list(islice(left, _PART)):
+        for name, column in columns.items():
+            column.add([getattr(row, name) for row in part])
+    if optional is not None and not columns[optional.name].said:
+        del columns[optional.name]
+    arrays = {name: column.array() for name, column in columns.items()}
+    write_table(path, pa.schema({name: found.type for name, found in arrays.items()}), arrays)
 
 
-def _column(rows: Sequence[Any], field: pa.Field) -> pa.Array | pa.ChunkedArray:
-    """The values of a field in all rows, converted in parts: dictionaries take more memory than the texts in them.
-
-    Above 2 GiB of text Arrow keeps several parts.
-    """
-    parts = [
-        pa.array([_cell(getattr(row, field.name), field.type) for row in part], type=field.type)
-        for part in chunks(rows, _PART)
-    ]
-    return pa.chunked_array(parts, type=field.type).combine_chunks()  # in one piece: the bytes do not depend on parts
+_TURNS = (MESSAGES, MESSAGES_WITH_TOOLS)
+_LARGEST = (1 << 31) - 1  # bytes of texts in one piece, whose places are int32
 
 
-def _cell(value: Any, kind: pa.DataType) -> Any:
-    return plain_messages(value) if kind == MESSAGES else tool_messages(value) if kind == MESSAGES_WITH_TOOLS else value
+class _Cells:
+    """A column that is made in parts: Python's objects take more memory than the numbers and texts in them."""
+
+    def __init__(self, kind: pa.DataType) -> None:
+        self._kind = kind
+        self._parts: list[pa.Array] = []
+        self.said = False
+
+    def add(self, cells: Sequence[Any]) -> None:
+        self.said = self.said or any(cells)
+        self._parts.append(pa.array(cells, type=self._kind))
+
+    def array(self) -> pa.Array:
+        """The column in one piece, so that its bytes in a file do not depend on parts."""
+        return pa.chunked_array(self._parts, type=self._kind).combine_chunks()
+
+
+class _Turns:
+    """A column of conversations, most of the bytes of a table: to make it of parts would need them in memory twice."""
+
+    def __init__(self, kind: pa.DataType) -> None:
+        self._plain = kind == MESSAGES
+        self._pieces: list[tuple[array[int], dict[str, tuple[array[int], bytearray]]]] = []
+        self.said = False
+        self._begin()
+
+    def _begin(self) -> None:
+        texts = {one.name: (array("i", (0,)), bytearray()) for one in MESSAGES_WITH_TOOLS.value_type}
+        self._pieces.append((array("i", (0,)), texts))
+
+    def add(self, cells: Sequence[Sequence[Message]]) -> None:
+        found = {
+            one.name: [getattr(message, one.name).encode() for turns in cells for message in turns]
+            for one in MESSAGES_WITH_TOOLS.value_type
+        }
+        if any(found["tool_fields"]):
+            self.said = True
+            for turns in cells if self._plain else ():
+                plain_messages(turns)
+        if any(len(data) + sum(map(len, found[name])) > _LARGEST for name, (_, data) in self._pieces[-1][1].items()):
+            self._begin()
+        ends, texts = self._pieces[-1]
+        ends.extend(accumulate(map(len, cells), initial=ends.pop()))
+        for name, (places, data) in texts.items():
+            places.extend(accumulate(map(len, found[name]), initial=places.pop()))
+            data += b"".join(found[name])
+
+    def array(self) -> pa.ChunkedArray:
+        """The column, which reads the memory of this one. It is in one piece unless it has more than 2 GiB of text."""
+        kind = MESSAGES_WITH_TOOLS if self.said else MESSAGES
+        made = []
+        for ends, texts in self._pieces:
+            children = [_arrow(one.type, *texts[one.name]) for one in kind.value_type]
+            turns = pa.StructArray.from_arrays(children, fields=list(kind.value_type))
+            made.append(_arrow(kind, ends, children=[turns]))
+        return pa.chunked_array(made)
+
+
+def _arrow(kind: pa.DataType, *buffers: Any, children: Sequence[pa.Array] = ()) -> pa.Array:
+    """An array without nulls of the buffers of its kind, the first of which says where each value ends."""
+    data = [None, *map(pa.py_buffer, buffers)]
+    return pa.Array.from_buffers(kind, len(buffers[0]) - 1, data, children=list(children) or None)
 
 
 def read_rows(path: Path, schema: pa.Schema, kind: type[R], *, optional: pa.Field | None = None) -> list[R]:
@@ -315,8 +375,8 @@ def _write_shard(path: Path, schema: pa.Schema, rows: Sequence[Any]) -> None:
     columns = {name: list(map(attrgetter(_ATTRIBUTES.get(name, name)), rows)) for name in schema.names}
     schema = widened(schema, columns)
     conversations = {id(one): one for one in columns["messages"]}  # the samples of a prompt share one
-    kind = schema.field("messages").type
-    plain = {number: _cell(one, kind) for number, one in conversations.items()}
+    cell = plain_messages if schema.field("messages").type == MESSAGES else tool_messages
+    plain = {number: cell(one) for number, one in conversations.items()}
     columns["messages"] = [plain[id(one)] for one in columns["messages"]]
     # Empty tuples are one object: thousands of empty lists would make Python look for garbage.
     columns["spans"] = [tuple(map(asdict, spans)) for spans in columns["spans"]]

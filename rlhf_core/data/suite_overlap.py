@@ -1,5 +1,6 @@
 """Leave out training rows that have prompts of the evaluation's suites, with a report for each suite."""
 
+from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -7,6 +8,7 @@ from typing import Any
 
 from rlhf_core.data.cleaning import Overlap
 from rlhf_core.data.limits import DropReport, Origin, parts
+from rlhf_core.data.rows import selected
 from rlhf_core.data.tables import Tables
 from rlhf_core.data.turns import Turns
 from rlhf_core.types import Prompt
@@ -90,22 +92,22 @@ def without_prompts(
     found: dict[str, list[SharedRow]] = {name: [] for name in suites}
     kept: dict[str, Any] = {}
     for table in TRAINING:
-        rows = tables.named()[table]
-        kept[table] = []
-        for row in rows:
+        rows, good = tables.named()[table], array("q")
+        for place, row in enumerate(rows):
             prompt, answers = parts(row)
             hits = ((name, overlap.found(spoken(prompt), answers)) for name, overlap in known.items())
             name, hit = next(((name, hit) for name, hit in hits if hit), ("", None))
             if hit is None:
-                kept[table].append(row)
+                good.append(place)
                 continue
             shared = suites[name][hit.prompt].id
             found[name].append(SharedRow(table, row.id, row.source, origins[row.id], shared, hit.words))
             how = f"shares {ngram} words in a row with" if hit.words else "it begins with"
             report.add(row.source, origins[row.id], f"contaminated: {how} a prompt of the suite {name}")
+        kept[table] = selected(rows, good)
     texts = {name: {one.id: one.messages[-1].content for one in prompts} for name, prompts in suites.items()}
     sizes = {name: len(prompts) for name, prompts in suites.items()}
-    return replace(tables, **{name: tuple(rows) for name, rows in kept.items()}), Overlaps(ngram, sizes, found, texts)
+    return replace(tables, **kept), Overlaps(ngram, sizes, found, texts)
 
 
 def spoken(turns: Turns) -> Turns:

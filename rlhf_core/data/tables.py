@@ -6,7 +6,8 @@ The layouts of generations and rollouts are in `rlhf_core.data.shards`.
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -88,20 +89,20 @@ class SteppedAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """All rows that `prepare_data` writes. An empty tuple means that the data have no such table."""
+    """All rows that `prepare_data` writes, in tuples or in files (`StoredRows`). The data have no table without rows."""
 
-    demonstrations: tuple[Demonstration, ...]
-    eval_demonstrations: tuple[Demonstration, ...]
-    preferences: tuple[Preference, ...]
-    eval_preferences: tuple[Preference, ...]
-    prompts: tuple[Prompt, ...]
-    eval_prompts: tuple[Prompt, ...]
-    steps: tuple[SteppedAnswer, ...] = ()
-    eval_steps: tuple[SteppedAnswer, ...] = ()
-    feedback: tuple[Feedback, ...] = ()
-    eval_feedback: tuple[Feedback, ...] = ()
+    demonstrations: Sequence[Demonstration]
+    eval_demonstrations: Sequence[Demonstration]
+    preferences: Sequence[Preference]
+    eval_preferences: Sequence[Preference]
+    prompts: Sequence[Prompt]
+    eval_prompts: Sequence[Prompt]
+    steps: Sequence[SteppedAnswer] = ()
+    eval_steps: Sequence[SteppedAnswer] = ()
+    feedback: Sequence[Feedback] = ()
+    eval_feedback: Sequence[Feedback] = ()
 
-    def named(self) -> dict[str, tuple[Demonstration | Preference | Prompt | SteppedAnswer | Feedback, ...]]:
+    def named(self) -> dict[str, Sequence[Demonstration | Preference | Prompt | SteppedAnswer | Feedback]]:
         """Return the tables by name, in the order of the fields."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
@@ -112,7 +113,7 @@ class Tables:
         else:
             pairs = (message for row in self.preferences for message in (*row.prompt, *row.chosen, *row.rejected))
             judged = (message for row in self.feedback for message in (*row.prompt, *row.answer))
-            turns = (*pairs, *judged, *(message for prompt in self.prompts for message in prompt.messages))
+            turns = chain(pairs, judged, (message for prompt in self.prompts for message in prompt.messages))
         yield from (message.content for message in turns)
         yield from (message.content for row in self.steps for message in (*row.prompt, *row.answer("\n")))
 
@@ -128,7 +129,7 @@ def content_id(*parts: object) -> str:
 
 def _fields(value: Any) -> dict[str, Any]:
     """Return the fields of a dataclass; messages without tool calls have the id that they had before there were any."""
-    found = asdict(value)
+    found = {field.name: getattr(value, field.name) for field in fields(value)}  # `asdict` would copy texts
     return {name: item for name, item in found.items() if name != "tool_fields" or item}
 
 
@@ -146,7 +147,7 @@ def pseudonym(annotator: str, source: str) -> str:
 TEXT = pa.string()
 DEMONSTRATIONS_SCHEMA = pa.schema({"id": TEXT, "messages": MESSAGES, "source": TEXT})
 TOOL_DEMONSTRATIONS_SCHEMA = DEMONSTRATIONS_SCHEMA.set(1, pa.field("messages", MESSAGES_WITH_TOOLS))
-"""Schema of demonstrations of which at least one calls tools; tables without calls keep their bytes."""
+"""Schema with which demonstrations are written; tables without calls have the one above."""
 PREFERENCES_SCHEMA = pa.schema(
     {"id": TEXT, "prompt": MESSAGES, "chosen": MESSAGES, "rejected": MESSAGES, "margin": pa.float64(), "source": TEXT}
 )
@@ -162,9 +163,7 @@ ANNOTATOR = pa.field("annotator", TEXT)  # column of pairs and feedback that is 
 
 def write_demonstrations(path: Path, rows: Iterable[Demonstration]) -> None:
     """Write `rows` to the parquet file `path`."""
-    found = list(rows)
-    tools = any(message.tool_fields for row in found for message in row.messages)
-    write_rows(path, TOOL_DEMONSTRATIONS_SCHEMA if tools else DEMONSTRATIONS_SCHEMA, found)
+    write_rows(path, TOOL_DEMONSTRATIONS_SCHEMA, rows)
 
 
 def read_demonstrations(path: Path) -> list[Demonstration]:
@@ -174,7 +173,7 @@ def read_demonstrations(path: Path) -> list[Demonstration]:
 
 def write_preferences(path: Path, rows: Iterable[Preference]) -> None:
     """Write `rows` to the parquet file `path`."""
-    write_rows(path, PREFERENCES_SCHEMA, list(rows), optional=ANNOTATOR)
+    write_rows(path, PREFERENCES_SCHEMA, rows, optional=ANNOTATOR)
 
 
 def read_preferences(path: Path) -> list[Preference]:
@@ -184,7 +183,7 @@ def read_preferences(path: Path) -> list[Preference]:
 
 def write_feedback(folder: Path, split: str, rows: Iterable[Feedback]) -> None:
     """Write `rows` to `folder`, in a file beside the pairs of `split` (`train` or `eval`)."""
-    write_rows(_feedback_file(folder, split), FEEDBACK_SCHEMA, list(rows), optional=ANNOTATOR)
+    write_rows(_feedback_file(folder, split), FEEDBACK_SCHEMA, rows, optional=ANNOTATOR)
 
 
 def read_feedback(folder: Path, split: str) -> list[Feedback]:
@@ -199,7 +198,7 @@ def _feedback_file(folder: Path, split: str) -> Path:
 
 def write_steps(path: Path, rows: Iterable[SteppedAnswer]) -> None:
     """Write `rows` to the parquet file `path`."""
-    write_rows(path, STEPS_SCHEMA, list(rows))
+    write_rows(path, STEPS_SCHEMA, rows)
 
 
 def read_steps(path: Path) -> list[SteppedAnswer]:
@@ -209,7 +208,7 @@ def read_steps(path: Path) -> list[SteppedAnswer]:
 
 def write_prompts(folder: Path, rows: Iterable[Prompt]) -> None:
     """Write `rows` to `folder/prompts.parquet`."""
-    write_rows(folder / PROMPTS_FILE, PROMPTS_SCHEMA, list(rows), optional=CONVERSATIONAL)
+    write_rows(folder / PROMPTS_FILE, PROMPTS_SCHEMA, rows, optional=CONVERSATIONAL)
 
 
 def read_prompts(folder: Path) -> list[Prompt]:

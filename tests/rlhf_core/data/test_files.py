@@ -23,7 +23,7 @@ def write(path: Path, rows: list[Any]) -> str:
 def tables_of(seed: int = 3, **config: Any) -> tuple[Tables, dict[str, Origin], DropReport]:
     report = DropReport()
     tables, origins = make_tables(Files(**config), seed=seed, report=report)
-    return tables, origins, report
+    return Tables(**{name: tuple(rows) for name, rows in tables.named().items()}), origins, report
 
 
 def source(folder: Path, rows: list[Any], table: str, *, name: str = "s", **options: Any) -> dict[str, Any]:

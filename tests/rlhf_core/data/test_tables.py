@@ -92,6 +92,13 @@ def test_a_table_of_many_parts_has_the_bytes_of_one_written_at_once(tmp_path):
     assert (tmp_path / "parts.parquet").read_bytes() == (tmp_path / "whole.parquet").read_bytes()
 
 
+def test_texts_that_one_piece_of_a_column_cannot_hold_are_in_several(tmp_path, monkeypatch):
+    monkeypatch.setattr("rlhf_core.data.shards._LARGEST", 300_000)  # bytes, for 2 GiB
+    rows = [Demonstration(f"d{at}", (Message("user", f"{at:020}"), *SAY), "world") for at in range(15_000)]
+    write_demonstrations(tmp_path / "pieces.parquet", rows)
+    assert read_demonstrations(tmp_path / "pieces.parquet") == rows
+
+
 def test_a_table_names_its_columns_and_no_other_table_is_taken_for_it(tmp_path):
     write_demonstrations(tmp_path / "eval.parquet", [])
     assert pq.read_schema(tmp_path / "eval.parquet").names == ["id", "messages", "source"]
