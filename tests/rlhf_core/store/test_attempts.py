@@ -14,7 +14,7 @@ from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.attempts import AttemptFolder
 from rlhf_core.store.checkpoints import Checkpoints, damaged_archive
 from rlhf_core.store.layout import remove_tree, sweep_temporaries, write_json
-from rlhf_core.store.leases import name_of, ourselves, owner_in
+from rlhf_core.store.leases import Lease, name_of, ourselves, owner_in
 from rlhf_core.store.protocol import update
 from tests.support.toy_stage import run_toy, toy_spec
 
@@ -230,10 +230,10 @@ def test_who_loses_the_lease_while_it_tidies_up_touches_nothing(store, monkeypat
     folder = as_a_kill_leaves_it(store, key)
     look = ArtifactStore.record
 
-    def look_too_long(store: ArtifactStore, key: str) -> object:
+    def look_too_long(store: ArtifactStore, key: str, lease: Lease | None = None) -> object:
         thief = {"token": "thief"}
         update(store.shared, name_of(key), lambda value: value | {"lease": value["lease"] | thief})
-        return look(store, key)
+        return look(store, key, lease)
 
     monkeypatch.setattr(ArtifactStore, "record", look_too_long)
     with pytest.raises(ArtifactError, match="took the lease over"):
