@@ -52,7 +52,7 @@ def test_experts_do_not_fill_the_memory(made, tmp_path):
     most, _ = above(lambda: materialize(PretrainedModel(path=str(folder)), tmp_path / "out"))
     written = (tmp_path / "out/model.safetensors").stat().st_size / 2**20
     # A layer is an eighth: 16 experts of three matrices of 256 x 256 are 12 MiB, stacked and then split again. What the
-    # allocator keeps for itself depends on the tests before: 17 MiB in all in a new process, 45 after a hundred others.
+    # allocator keeps for itself depends on the tests before: 17 MiB in all if this file runs alone, 45 after a hundred others.
     assert written > 96 and most < 80
 
 
