@@ -9,7 +9,16 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
-from rlhf_contrib.openrlhf.syntax import ASSIGNMENT, Block, Item, Simple, array_words, dollar_end, parse
+from rlhf_contrib.openrlhf.syntax import (
+    ASSIGNMENT,
+    PLAIN_IN_QUOTES,
+    Block,
+    Item,
+    Simple,
+    array_words,
+    dollar_end,
+    parse,
+)
 from rlhf_core.errors import ConfigError
 
 # ---------------------------------------------------------------- conditions
@@ -112,13 +121,12 @@ _RANGE = re.compile(r"\{(-?\d{1,18})\.\.(-?\d{1,18})\}|\$\(seq (-?\d{1,18})(?: (
 _MOST_VALUES = 1000
 """Values of a loop that are read."""
 _MOST_WORK = 10_000_000
-"""About a second: a unit is about what a character costs that is copied and compared. `A=$A$A`, thirty times, would fill the memory."""
+"""About a second. One unit is roughly the cost of copying one character. `A=$A$A`, thirty times, would fill the memory."""
 _WORD, _PIECE, _EXPANSION = 20, 10, 100
-"""Work of a word, a quoted part and an expansion, in addition to their characters."""
+"""Units for a word, a quoted part and an expansion, in addition to those of their characters."""
 PARSED = 8
-"""Work of a character that is parsed."""
+"""Units for a character that is parsed."""
 _PLAIN = re.compile(r"[^\\'\"$` \t\n]+")
-_PLAIN_IN_QUOTES = re.compile(r'[^"\\$`]+')
 _ANSI = {"n": "\n", "t": "\t", "\\": "\\", "'": "'", '"': '"'}
 _HOLD = str.maketrans(" \t\n", "\ue000\ue001\ue002")
 _LET_GO = str.maketrans("\ue000\ue001\ue002", " \t\n")
@@ -197,7 +205,7 @@ class Values:
             start = at + 1 + (char == "$")
             end = start
             while raw[end : end + 1] not in ('"', ""):
-                if plain := _PLAIN_IN_QUOTES.match(raw, end):
+                if plain := PLAIN_IN_QUOTES.match(raw, end):
                     end = plain.end()
                 else:
                     end = end + 2 if raw[end] == "\\" else self._end(raw, end, quoted=True)
@@ -216,7 +224,7 @@ class Values:
     def _quoted(self, inner: str, *, quotes: bool = True) -> str:
         made, at = "", 0
         while at < len(inner):
-            if plain := _PLAIN_IN_QUOTES.match(inner, at):
+            if plain := PLAIN_IN_QUOTES.match(inner, at):
                 made, at = made + plain[0], plain.end()
             elif inner[at] in "$`":
                 end = self._end(inner, at, quoted=True)
@@ -232,7 +240,7 @@ class Values:
         return made
 
     def _end(self, raw: str, at: int, *, quoted: bool) -> int:
-        """Return where the expansion at `at` ends. The scanner copies the whole text, two hundred characters in a unit."""
+        """Return where the expansion at `at` ends. The scanner copies the whole text; 200 characters of it are one unit."""
         end = dollar_end(raw, at, quoted=quoted)
         self.spend(_EXPANSION + len(raw) // 200 + PARSED * (end - at))
         return end

@@ -20,7 +20,7 @@ _ARRAY = re.compile(r"[A-Za-z_]\w*\+?=")
 _PARAMETER = re.compile(r"\$(?:[A-Za-z_]\w*|[0-9@*#?$!-])")
 _PLAIN = re.compile(r"[\w./=:,%+@*?^~-]+")
 """A run of characters that neither end a word, a pattern or a bracket nor begin one."""
-_PLAIN_IN_QUOTES = re.compile(r'[^"$`\\]+')
+PLAIN_IN_QUOTES = re.compile(r'[^"$`\\]+')
 _NO_WORDS = re.compile(r"(?:[ \t]|\\\n|\\[ \t]+(?=[#\n]))*(?:#[^\n]*)?")
 """Blanks, joined lines, a comment; also a backslash that was meant to join lines, but for what is behind it."""
 
@@ -106,7 +106,7 @@ class Scanner:
                 raise self.open('"', "quote")
             if char in "$`":
                 self.dollar(quoted=True)
-            elif found := _PLAIN_IN_QUOTES.match(self.text, self.at):
+            elif found := PLAIN_IN_QUOTES.match(self.text, self.at):
                 self.at = found.end()
             else:
                 self.at += 2 if char == "\\" else 1

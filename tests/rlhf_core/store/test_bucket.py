@@ -63,8 +63,10 @@ class _LosesResponses:
 
 
 def test_a_server_whose_responses_are_lost_is_not_refused(monkeypatch):
-    _served_by(_LosesResponses(), monkeypatch)
+    client = _LosesResponses()
+    _served_by(client, monkeypatch)
     probe(URI)
+    assert len([one for some in client.list() for one in some]) == 1, "the note that the server has passed"
 
 
 @pytest.mark.parametrize(("ignored", "said"), [("create", PROBES[0]), ("update", PROBES[1])])
