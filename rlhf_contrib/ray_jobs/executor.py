@@ -505,10 +505,16 @@ def _await(context: RunContext, submission: _Submission, show_progress: Progress
     if outcome is not None and outcome.status == "waiting":
         raise stopping.StageWaiting(outcome.error, outcome.condition)
     unfinished = outcome is None or outcome.status == "stopped"
-    if unfinished and (job.force or fitting_record(context.store, job.stage, job.key) is None):
+    if unfinished and (job.force or not _has_result(context.store, job.stage, job.key)):
         _check_stopped(submission, ended, outcome)
         raise JobLost(_lost(job.job_id, ended))
     return _Ended(submission, outcome, watcher.decision)
+
+
+def _has_result(store: ArtifactStore, stage: StageSpec, key: str) -> bool:
+    """Whether a key has a result now; the last listing of a bucket may be older than the commit of a job."""
+    with store.snapshot(within_s=0.0):
+        return fitting_record(store, stage, key) is not None
 
 
 def _follow(jobs: Jobs, job_id: str, watcher: Watcher, *, pending_s: float, attached: bool) -> Job | None:

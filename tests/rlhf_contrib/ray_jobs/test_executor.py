@@ -29,10 +29,12 @@ from rlhf_core.tracking.memory import MemoryStageTracker, MemoryTracker
 from rlhf_core.types import ComparisonsRef, Message
 from stages.config.collect_preferences import CollectPreferencesConfig
 from stages.table import STAGES
+from tests.support.buckets import Nodes
 from tests.support.forked_jobs import ForkedJobs
 from tests.support.listener import Notes
 from tests.support.small_pipeline import two_toys, write_mini
 from tests.support.toy_stage import NoEngines, ToyConfig, stage_key, toy_spec
+from tests.support.toy_stage import run_toy as run_stage
 
 SLOW = ToyConfig(steps=40, seconds_a_step=0.2)
 SPEC_OF_A_TOY = toy_spec(ToyConfig(), label="a/toy")
@@ -175,6 +177,16 @@ def test_a_silent_job_server_ends_the_watch_but_not_the_job(tmp_path, home, jobs
 def test_a_result_that_is_there_counts_though_the_job_server_has_died(tmp_path, home, jobs):
     jobs.silent = True
     assert run_toy(new_run(tmp_path, home), jobs).metrics == {"total": 1.5}
+
+
+def test_a_result_counts_that_a_job_has_committed_since_the_last_listing_of_the_bucket(tmp_path, monkeypatch):
+    nodes = Nodes(tmp_path, monkeypatch)
+    flow, job, key = nodes.store("flow"), nodes.store("job"), stage_key(SPEC_OF_A_TOY)
+    with job.lease(key), flow.snapshot(within_s=0.0):
+        assert flow.record(key) is None
+    run_stage(job, SPEC_OF_A_TOY)
+    assert flow.record(key) is None, "the listing is older than the result"
+    assert ray_job._has_result(flow, SPEC_OF_A_TOY, key)
 
 
 def test_a_flow_that_is_asked_to_stop_stops_its_job(tmp_path, home, jobs):
