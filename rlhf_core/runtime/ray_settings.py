@@ -17,6 +17,10 @@ VARIABLES = {
 
 if "ray" not in sys.modules:  # a worker was started by Ray, with the settings of its node
     os.environ.update(VARIABLES)
+    # When the raylet is gone Ray ends this process at its next call, `ray.shutdown` included, unless this process lives.
+    # Without the variable it takes the parent for the raylet, and a parent with number 1 (after `nohup`, or in a container)
+    # for a dead one.
+    os.environ["RAY_RAYLET_PID"] = str(os.getpid())
 
 import ray  # noqa: E402
 
