@@ -60,14 +60,16 @@ def execute(
 ) -> tuple[ArtifactRef, Decision]:
     """Return the handle of the stage's artifact and the decision that led to it.
 
-    `on_decision` is called as soon as the decision is made, before anything is computed. If another process computes
-    the key, it gets ATTACH during the wait and, if that process fails, a second decision. `force` runs the stage from
-    the beginning and replaces the record. `tracking` (run ids, urls) is kept in the record.
+    `on_decision` is called as soon as the decision is made, before anything is computed; without it the decision is
+    logged. If another process computes the key, it gets ATTACH during the wait and, if that process fails, a second
+    decision. `force` runs the stage from the beginning and replaces the record. `tracking` (run ids, urls) is kept in
+    the record.
     """
 
     def reported(decision: Decision) -> Decision:
-        logger.info("%s: %s: %s", spec.label, decision.action, decision.reason)
-        if on_decision is not None:
+        if on_decision is None:
+            logger.info("%s: %s: %s", spec.label, decision.action, decision.reason)
+        else:
             on_decision(decision)
         return decision
 

@@ -48,6 +48,13 @@ def test_a_stage_runs_once_and_then_hits(store):
     assert said == [decision, second]
 
 
+def test_a_decision_is_told_once(store, caplog):
+    caplog.set_level("INFO", "rlhf_core.stage")
+    run_toy(store, toy_spec(label="logged"))
+    run_toy(store, toy_spec(label="told"), on_decision=lambda _: None)
+    assert [line for line in caplog.messages if "RUN" in line or "HIT" in line] == ["logged: RUN: first run"]
+
+
 def test_the_record_says_from_what_with_what_and_how_long(store):
     base, _ = run_toy(store, toy_spec(label="base"))
     spec = toy_spec(inputs={"policy": base}, label="ppo")
