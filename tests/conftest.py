@@ -48,7 +48,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--by-change", action="store_true", help="leave out slow tests of unchanged code, and campaigns, benchmarks, contrib"
+        "--by-change",
+        action="store_true",
+        help="leave out slow tests of unchanged code, and campaigns, benchmarks, contrib",
     )
     parser.addoption("--check-seconds", action="store_true", help="fail if files take other shares of CPU seconds")
 
@@ -145,6 +147,6 @@ def store(tmp_path) -> ArtifactStore:
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory) -> Path:
     """The folder of a Llama of one layer with its tokenizer, made once for each file of tests."""
-    from tests.support.workshop import make_policy  # imports torch, which most tests do without
+    from tests.support.policies import make_policy  # imports torch, which most tests do without
 
     return make_policy(tmp_path_factory.mktemp("policy"))

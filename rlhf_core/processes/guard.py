@@ -21,7 +21,9 @@ import signal
 import sys
 import time
 
-TYPE_CHECKING = False  # as in `typing`: to import that and `pathlib` would take a third of a start
+# To import `pathlib` and `typing` would take a third of a start.
+# ruff: noqa: PTH110, PTH123, PTH208
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Protocol
 

@@ -174,7 +174,11 @@ TOPIC = "tests/rlhf_contrib/openrlhf/test_shell.py"
         ("tests/stages/test_ppo.py", "rlhf_core/algorithms/advantage/group.py", True),  # by the package's `__path__`
         ("tests/rlhf_core/store/test_histories.py", "rlhf_core/algorithms/advantage/group.py", False),
         ("tests/pipelines/test_own_deployments.py", "pipelines/services/supervisor.py", True),  # by a fixture
-        ("tests/rlhf_core/store/test_artifacts.py", "tests/support/workshop.py", False),  # of a fixture that it does not use
+        (
+            "tests/rlhf_core/store/test_artifacts.py",
+            "tests/support/workshop.py",
+            False,
+        ),  # of a fixture that it does not use
         ("tests/stages/test_external_agents.py", "tests/stages/programs/http_agent.py", True),
         ("tests/stages/test_external_agents.py", "tests/stages/programs/trl_reward.py", False),
         ("tests/rlhf_contrib/ray_jobs/test_ray_jobs.py", "rlhf_contrib/ray_jobs/executor.py", True),
