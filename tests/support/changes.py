@@ -146,8 +146,12 @@ def _imports_of_fixtures(file: str) -> Iterator[str]:
         conftest = (folder / "conftest.py").as_posix()
         if (ROOT / conftest).is_file():
             body = ast.parse(_content(conftest)).body
-            fixtures = [one for one in body if isinstance(one, ast.FunctionDef) and one.decorator_list]
-            named = {argument.arg for one in fixtures if one.name in words for argument in one.args.args} | words
+            fixtures = [one for one in body if isinstance(one, ast.FunctionDef) and _is_fixture(one)]
+            named, more = set(words), True
+            while more:
+                arguments = {argument.arg for one in fixtures if one.name in named for argument in one.args.args}
+                more = not arguments <= named
+                named |= arguments
             kept = [one for one in body if one not in fixtures or one.name in named or "autouse" in ast.unparse(one)]
             nodes = [node for one in kept for node in ast.walk(one)]
             used = {node.id for node in nodes if isinstance(node, ast.Name)}
@@ -159,6 +163,10 @@ def _imports_of_fixtures(file: str) -> Iterator[str]:
                 or not used.isdisjoint(one.asname or one.name for one in node.names)
             ]
             yield from (name for name in _imports_in(nodes, conftest) if name not in PLUGINS)
+
+
+def _is_fixture(function: ast.FunctionDef) -> bool:
+    return any("fixture" in ast.unparse(one) for one in function.decorator_list)
 
 
 @cache
