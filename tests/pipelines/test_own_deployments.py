@@ -13,19 +13,6 @@ from tests.support.served import PrefectAPI
 from tests.support.small_pipeline import write_mini
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2000)]
-REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
-    ("mini", {"overrides": ["sed=5"]}, "sed = 5: unknown key; did you mean seed"),
-    (
-        "mini",
-        {"until": "sfft"},
-        "--until 'sfft': no such stage; did you mean sft?; this pipeline has prepare_data, sft",
-    ),
-    ("mini", {"force": ["sfft"]}, "--force 'sfft': no such stage"),
-    ("mini", {"seed": -1}, "seed = -1: must be greater than or equal to 0"),
-    ("full", {"profile": "../outside.toml"}, "profile = '../outside.toml': must be a shipped profile"),
-    ("full", {"profile": "mini.toml", "config": {"name": "x"}}, "profile = 'mini.toml': config is given, too"),
-)
-"""A deployment, fields of a run, and the rule that its message names."""
 
 
 @pytest.fixture
@@ -49,23 +36,38 @@ def deploy(home: Home, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str:
 def test_a_profile_is_deployed_and_run_with_four_fields(project, home, services, tmp_path, monkeypatch):
     prefect = PrefectAPI(home, services)
 
+    def ended(deployment: str, **fields: Any) -> tuple[str, str]:
+        state = prefect.ended(prefect.start(deployment, fields))
+        return state["name"], state["message"] or ""
+
     printed = deploy(home, monkeypatch)
     assert "rlhf-pipeline/mini: made of profile" in printed
-    first = prefect.start("mini", {"until": "sft", "seed": 5, "overrides": ["sft.loop.epochs=1"]})
-    assert prefect.ended(first)["name"] == "Completed"
+    assert ended("mini", until="sft", seed=5, overrides=["sft.loop.epochs=1"])[0] == "Completed"
 
     path = project / "mini.toml"
     path.write_text(path.read_text().replace("batch_size = 16", "batch_size = 8"))
     kept = prefect.start("mini", {"until": "sft", "seed": 5})
-    named = prefect.start("full", {"profile": "mini.toml", "until": "sft", "seed": 5})
-    refused = [(prefect.start(deployment, fields), rule) for deployment, fields, rule in REFUSED]
-    assert prefect.ended(kept)["name"] == prefect.ended(named)["name"] == "Completed"
+    assert prefect.ended(kept)["name"] == "Completed"
     assert "| sft | HIT |" in prefect.artifact(kept, "plan")
+    named = prefect.start("full", {"profile": "mini.toml", "until": "sft", "seed": 5})
+    assert prefect.ended(named)["name"] == "Completed"
     assert "| sft | RUN |" in prefect.artifact(named, "plan")
-    for flow_run, rule in refused:
-        state = prefect.ended(flow_run)
-        assert state["name"] == "Failed" and rule in (state["message"] or ""), state
     assert " replaces " in deploy(home, monkeypatch)
+
+    for deployment, fields, rule in (
+        ("mini", {"overrides": ["sed=5"]}, "sed = 5: unknown key; did you mean seed"),
+        (
+            "mini",
+            {"until": "sfft"},
+            "--until 'sfft': no such stage; did you mean sft?; this pipeline has prepare_data, sft",
+        ),
+        ("mini", {"force": ["sfft"]}, "--force 'sfft': no such stage"),
+        ("mini", {"seed": -1}, "seed = -1: must be greater than or equal to 0"),
+        ("full", {"profile": "../outside.toml"}, "profile = '../outside.toml': must be a shipped profile"),
+        ("full", {"profile": "mini.toml", "config": {"name": "x"}}, "profile = 'mini.toml': config is given, too"),
+    ):
+        name, message = ended(deployment, **fields)
+        assert name == "Failed" and rule in message, message
 
     if CHROMIUM and DRIVER:
         with browser(tmp_path / "browser") as page:
