@@ -18,7 +18,7 @@ demo: install            ## the whole lifecycle on this machine, then the result
 PYTEST = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} HF_HUB_OFFLINE=1 DO_NOT_TRACK=1 RAY_USAGE_STATS_ENABLED=0 \
   $(VENV)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 $(if $(filter-out changed,$(SELECT)),$(error SELECT = $(SELECT): must be "changed"; leave it out for the quick tests))
-# SELECT=changed adds the slow ones, but those of campaigns, benchmarks and contrib only if something that they import has changed.
+# SELECT=changed adds the slow ones of which something that they import has changed; of campaigns, benchmarks and contrib it runs no others.
 test: install            ## in minutes: what is not slow, and one real run of each engine; TESTS=tests/stages for some
 	$(PYTEST) $(if $(SELECT),--by-change --check-seconds,-m "not slow or smoke") $(TESTS)
 

@@ -48,7 +48,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--by-change", action="store_true", help="leave out campaigns, benchmarks and contrib if unchanged"
+        "--by-change",
+        action="store_true",
+        help="leave out slow tests of unchanged code, and campaigns, benchmarks, contrib",
     )
     parser.addoption("--check-seconds", action="store_true", help="fail if files take other shares of CPU seconds")
 
@@ -66,11 +68,11 @@ def pytest_configure(config: pytest.Config) -> None:
             raise pytest.UsageError(
                 "RECORD_SECONDS: records whole files; leave out -m, -k, :: and FULL, as .ci/run does"
             )
-        config.pluginmanager.register(Recorder(record=record, check=check))
         try:
-            config.stash[LEFT_OUT] = unchanged_tests() if config.getoption("by_change") else LeftOut((), "")
+            config.stash[LEFT_OUT] = unchanged_tests() if config.getoption("by_change") and not record else LeftOut()
         except ValueError as error:  # an unknown $CI_BASE
             raise pytest.UsageError(str(error)) from None
+        config.pluginmanager.register(Recorder(record=record, check=check, in_part=config.stash[LEFT_OUT].slow))
     else:
         config.stash[LEFT_OUT] = LeftOut(*config.workerinput["left_out"])
 
@@ -78,7 +80,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_configure_node(node: WorkerController) -> None:
     """Tell each worker of pytest-xdist which files to leave out, so that all collect the same tests."""
     left_out = node.config.stash[LEFT_OUT]
-    node.workerinput["left_out"] = (left_out.files, left_out.since)
+    node.workerinput["left_out"] = (left_out.files, left_out.slow, left_out.since)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -92,16 +94,26 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     if left_out.files:
         names = " ".join(left_out.files)
         terminalreporter.line(f"left out, since nothing that they import changed since {left_out.since}: {names}")
+    if left_out.slow:
+        terminalreporter.line(f"and the slow tests of: {' '.join(left_out.slow)}")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark slow tests, and start with the files that take longest and new files, so that no worker ends alone."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark slow tests, and start with the files that take longest and new files, so that no worker ends alone.
+
+    Slow tests that cannot have a new result are left out, but one run of each engine is not.
+    """
     seconds = read_recorded()
     for item in items:
         shared = (f"{file_of(item.nodeid)}::{name}" for name in getattr(item, "fixturenames", ()))
         waits = max((seconds["fixtures"].get(name, 0.0) for name in shared), default=0.0)
         if seconds["tests"].get(item.nodeid, 0.0) >= SLOW or waits >= 3 * SLOW:
             item.add_marker("slow")
+    in_part = set(config.stash[LEFT_OUT].slow)
+    for item in [one for one in items if file_of(one.nodeid) in in_part]:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("smoke"):
+            items.remove(item)
+            config.hook.pytest_deselected(items=[item])
     known = {item.path: seconds["files"].get(file_of(item.nodeid), float("inf")) for item in items}
     items.sort(key=lambda item: -known[item.path])
 
@@ -135,6 +147,6 @@ def store(tmp_path) -> ArtifactStore:
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory) -> Path:
     """The folder of a Llama of one layer with its tokenizer, made once for each file of tests."""
-    from tests.support.workshop import make_policy  # imports torch, which most tests do without
+    from tests.support.policies import make_policy  # imports torch, which most tests do without
 
     return make_policy(tmp_path_factory.mktemp("policy"))

@@ -20,25 +20,28 @@ import select
 import signal
 import sys
 import time
-from pathlib import Path
-from typing import Protocol
 
+# To import `pathlib` and `typing` would take a third of a start.
+# ruff: noqa: PTH110, PTH123, PTH208
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Protocol
 
-class GroupLeader(Protocol):
-    """A process such as `subprocess.Popen`, whose id is valid as long as `returncode` is None."""
+    class GroupLeader(Protocol):
+        """A process such as `subprocess.Popen`, whose id is valid as long as `returncode` is None."""
 
-    @property
-    def pid(self) -> int: ...
+        @property
+        def pid(self) -> int: ...
 
-    @property
-    def returncode(self) -> int | None: ...
+        @property
+        def returncode(self) -> int | None: ...
 
 
 GUARD_LOOKS_EVERY_MS = 1000  # for orphans that have ended
 KILLING_TIMEOUT_S = 5.0
 """Time limit for killing all descendants; some processes fork as fast as they are killed."""
 KILLS_EVERY_S = 0.005  # until no descendant is left: some start others meanwhile
-KERNEL_LISTS_CHILDREN = Path("/proc/thread-self/children").exists()
+KERNEL_LISTS_CHILDREN = os.path.exists("/proc/thread-self/children")
 """An option of the kernel, which most distributions set."""
 
 _LIBC = ctypes.CDLL(None)
@@ -118,20 +121,21 @@ def _descendants(pid: int) -> list[int]:
 def _children(pid: int) -> list[int]:
     """Children of all threads of a process; a look at all processes where the kernel has no such lists."""
     if not KERNEL_LISTS_CHILDREN:
-        present = [int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdigit()]
+        present = [int(name) for name in os.listdir("/proc") if name.isdigit()]
         return [one for one in present if _state_and_parent(one)[1] == pid]
     found: list[int] = []
     with contextlib.suppress(OSError):  # the process has ended meanwhile
-        for thread in Path(f"/proc/{pid}/task").iterdir():
-            with contextlib.suppress(OSError):
-                found += map(int, (thread / "children").read_bytes().split())
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children", "rb") as children:
+                found += map(int, children.read().split())
     return found
 
 
 def _state_and_parent(pid: int) -> tuple[str, int]:
     """State of a process, which is "X" (dead) once it is gone, and its parent's id."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            stat = file.read()
     except OSError:
         return "X", 0
     state, parent = stat.rpartition(")")[2].split()[:2]  # the process name may contain anything

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any, Protocol
 
-from rlhf_core.processes.guard import GroupLeader, kill_group
+from rlhf_core.processes.guard import kill_group
 
 
 class Codec(Protocol):
@@ -46,8 +46,14 @@ class Ended:
     problem: str = ""
 
 
-class PipedProcess(GroupLeader, Protocol):
+class PipedProcess(Protocol):
     """A child process with pipes for its input and output, such as a `subprocess.Popen`."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def returncode(self) -> int | None: ...
 
     stdin: IO[bytes] | None
     stdout: IO[bytes] | None

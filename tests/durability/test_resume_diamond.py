@@ -24,9 +24,10 @@ from stages.dpo import DPOConfig
 from stages.ppo import PPOConfig
 from stages.reward_model import RewardModelConfig
 from stages.sft import SFTConfig
+from tests.support.policies import RUNTIME, SHAPE
 from tests.support.tolerances import assert_same_updates, near, of_training
 from tests.support.training import demonstrations, killed_and_resumed, preferences, prompts, untimed
-from tests.support.workshop import RUNTIME, SHAPE, Workshop
+from tests.support.workshop import Workshop
 
 RATE = OptimizerConfig(learning_rate=2e-4)
 LOOP = LoopConfig(batch_size=6, epochs=1, eval_every=3, checkpoint_every=2)

@@ -50,8 +50,9 @@ from stages.dpo import DPOConfig
 from stages.ppo import PPOConfig
 from stages.sft import SFTConfig
 from tests.rlhf_core.agents.scripted import WORLDS
+from tests.support.policies import SHAPE, make_policy
 from tests.support.training import demonstrations, preferences, prompts, untimed
-from tests.support.workshop import SHAPE, Workshop, make_policy
+from tests.support.workshop import Workshop
 
 ROOT = Path(__file__).resolve().parents[2]
 Forget = Callable[[pytest.MonkeyPatch, Path], None]

@@ -18,8 +18,9 @@ from rlhf_core.training.objectives.distillation import RoutedSample, RoutedTeach
 from rlhf_core.types import PolicyRef, TokenSample, TopLogprobs
 from stages.config.distill import DistillConfig, DivergenceConfig
 from stages.sft import SFTConfig
+from tests.support.policies import SHAPE
 from tests.support.training import demonstrations, killed_and_resumed, prompts, stopped_and_resumed
-from tests.support.workshop import SHAPE, Workshop
+from tests.support.workshop import Workshop
 
 FAST = OptimizerConfig(learning_rate=2e-2)
 CONFIG = DistillConfig(

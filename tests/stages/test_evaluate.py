@@ -17,9 +17,10 @@ from rlhf_core.schema.base import keyed
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import Completion, Generation, GenerationsRef, Message, PolicyRef, PromptsRef, RewardModelRef
 from stages.evaluate import EvaluateConfig
+from tests.support.policies import SHAPE, make_policy
 from tests.support.tolerances import near, of_model
 from tests.support.training import demonstrations
-from tests.support.workshop import SHAPE, Workshop, make_policy
+from tests.support.workshop import Workshop
 
 GOLD = """
 import time
@@ -324,7 +325,7 @@ def test_importing_the_configurations_imports_no_engine_and_no_plotting():
 
 def other_policy(folder: Path) -> Path:
     from rlhf_core.models.initialize import initialize_llama
-    from tests.support.workshop import SHAPE
+    from tests.support.policies import SHAPE
 
     make_policy(folder)
     initialize_llama(SHAPE, folder, seed=8)

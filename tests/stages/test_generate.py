@@ -26,8 +26,9 @@ from rlhf_core.types import (
     derive_seed,
 )
 from stages.generate import GenerateConfig, chosen, generation_metrics
+from tests.support.policies import SHAPE
 from tests.support.tolerances import near, of_model
-from tests.support.workshop import SHAPE, Workshop, generation
+from tests.support.workshop import Workshop, generation
 
 CONFIG = GenerateConfig(samples_per_prompt=3, shard_size=2, sampling=SamplingConfig(max_tokens=6))
 PROMPTS = [Prompt(f"p{number}", (Message("user", f"What is {number}?"),), "", "test") for number in range(5)]

@@ -7,7 +7,8 @@ from rlhf_core.errors import ConfigError
 from rlhf_core.models.materialize import materialize
 from rlhf_core.types import PolicyRef
 from stages.config.import_policy import ImportPolicyConfig, content_digests
-from tests.support.workshop import Workshop, make_reward_model
+from tests.support.policies import make_reward_model
+from tests.support.workshop import Workshop
 
 
 def test_a_folder_becomes_a_policy_with_its_weights_and_template(store, policy):

@@ -16,9 +16,10 @@ from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import Completion, Generation, Message, PolicyRef, Prompt, SamplingRequest, TokenSample
 from stages.ppo import PPOConfig
 from stages.reward_model import RewardModelConfig
+from tests.support.policies import SHAPE
 from tests.support.tolerances import near, of_model
 from tests.support.training import preferences, prompts, untimed
-from tests.support.workshop import SHAPE, Workshop
+from tests.support.workshop import Workshop
 
 FAST = OptimizerConfig(learning_rate=3e-3, schedule="constant")
 SYNCS = 4

@@ -25,9 +25,10 @@ from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.training.objectives.base import SftObjective
 from rlhf_core.types import PolicyRef, SamplingRequest, TokenSample
 from stages.ppo import PPOConfig
+from tests.support.policies import TWO_RANKS
 from tests.support.sharing import SharedRay
 from tests.support.training import prompts, series, shop_and_inputs, stopped_and_resumed, untimed
-from tests.support.workshop import TWO_RANKS, Workshop
+from tests.support.workshop import Workshop
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 pytest.importorskip("vllm", reason="vLLM is not installed")

@@ -15,7 +15,8 @@ from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.layout import MANIFEST
 from rlhf_core.types import PolicyRef
 from stages.config.merge import MergeConfig
-from tests.support.workshop import SHAPE, Workshop, make_policy
+from tests.support.policies import SHAPE, make_policy
+from tests.support.workshop import Workshop
 
 
 def moved(policy: Path, folder: Path, by: float, *, files: int = 1) -> Path:

@@ -31,6 +31,7 @@ from rlhf_core.sequences import Sequences
 from rlhf_core.training.objectives.base import PolicyObjective
 from rlhf_core.types import Completion, Generation, Message, PolicyRef, Prompt, PromptsRef, RewardModelRef, Rollout
 from stages.ppo import Models, PPOConfig, update
+from tests.support.policies import RUNTIME, SHAPE, make_policy, make_reward_model
 from tests.support.training import (
     demonstrations,
     killed_and_resumed,
@@ -39,7 +40,7 @@ from tests.support.training import (
     stopped_and_resumed,
     untimed,
 )
-from tests.support.workshop import RUNTIME, SHAPE, Workshop, make_policy, make_reward_model
+from tests.support.workshop import Workshop
 
 TAUGHT = {"teachers": {"a": 1.0}}
 PROMPTS = [Prompt(f"p{i}", (Message("user", str(i)),), "", "test") for i in range(5)]

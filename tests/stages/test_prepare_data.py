@@ -23,7 +23,8 @@ from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import Message, PreparedDataRef, Prompt, PromptsRef, StepsRef
 from stages.config.prepare_data import PrepareDataConfig, content_digests
-from tests.support.workshop import Workshop, make_policy
+from tests.support.policies import make_policy
+from tests.support.workshop import Workshop
 
 SHAPE = InitModel(vocab_size=400, hidden_size=32, layers=1, heads=2, kv_heads=2, intermediate_size=64)
 SMALL = SupportWorld(

@@ -28,9 +28,10 @@ from rlhf_core.types import (
 from stages.ppo import PPOConfig
 from stages.process_reward_model import ProcessRewardModelConfig, judgements, step_samples
 from stages.score import ScoreConfig
+from tests.support.policies import SHAPE
 from tests.support.tolerances import near, of_model
 from tests.support.training import killed_and_resumed, prompts, question, steps
-from tests.support.workshop import SHAPE, Workshop
+from tests.support.workshop import Workshop
 
 CONFIG = ProcessRewardModelConfig(
     max_length=48,

@@ -25,9 +25,10 @@ from stages.config.compare_reward_models import CompareRewardModelsConfig
 from stages.config.reward_model import Member
 from stages.config.suites import suite_digests
 from stages.reward_model import RewardModelConfig, member_seed, without_fold
+from tests.support.policies import RUNTIME, SHAPE
 from tests.support.tolerances import near, of_model
 from tests.support.training import killed_and_resumed, preferences, thumbs
-from tests.support.workshop import RUNTIME, SHAPE, Workshop
+from tests.support.workshop import Workshop
 
 CONFIG = RewardModelConfig(
     max_length=48,

@@ -26,8 +26,9 @@ from rlhf_core.types import (
     TokenSample,
 )
 from stages.score import ScoreConfig, reward_metrics
+from tests.support.policies import SHAPE, make_policy
 from tests.support.tolerances import near, of_model
-from tests.support.workshop import SHAPE, Workshop, generation, make_policy, rollout
+from tests.support.workshop import Workshop, generation, rollout
 
 COUNTING = """
 from pathlib import Path

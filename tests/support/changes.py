@@ -1,14 +1,14 @@
-"""Which files of tests can be left out because nothing that they import has changed since a revision.
+"""Which tests can be left out because nothing that they import has changed since a revision.
 
-Only the tests of `campaigns`, `benchmarks` and `rlhf_contrib` are ever left out: no other code depends on what they
-exercise, and they cost a tenth of a run.
+Whole files are left out in the tests of `campaigns`, `benchmarks` and `rlhf_contrib` alone: no other code depends on what
+they exercise. Elsewhere only slow tests are. The quick ones, which try every module, and one run of each engine remain.
 """
 
 import ast
 import os
 import re
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -16,34 +16,53 @@ from pathlib import Path
 from rlhf_core.store.fingerprint import _syntax, imported_names
 
 ROOT = Path(__file__).resolve().parents[2]
-BY_CHANGE = ("tests/campaigns", "tests/benchmarks", "tests/rlhf_contrib")
+BY_CHANGE = ("tests/campaigns/", "tests/benchmarks/", "tests/rlhf_contrib/")
+ALWAYS = tuple(f"tests/test_{name}.py" for name in ("configuration_digests", "docs", "docs_site", "doctests", "house"))
+"""These read the text of modules and pages, docstrings included."""
 EVERYTHING = ("requirements/", "pyproject.toml", "Makefile", ".ci/", "tests/conftest.py", "tests/support/", "profiles/")
 """A change of these selects every test."""
+PLUGINS = {
+    f"tests/support/{name}.py" for name in ("changes", "full_runs", "process_state", "recorded_seconds", "sharing")
+}
+"""How tests are run, not part of what they try. A file that uses a fixture of `sharing` imports its type."""
+MOVED = "rlhf_core/moved.py"
+"""Has former names of modules; it imports what is asked for by such a name."""
+RAY_JOB = ("rlhf_core/config/runtime.py", "rlhf_contrib/ray_jobs/executor.py")
+"""Most tests import the first, and those that run jobs say `ray-job`. It would lead all others to all of `pipelines`."""
+PACKAGES = ("rlhf_core/", "stages/", "pipelines/", "rlhf_contrib/")
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Files of tests, as paths from the root, and the revision since which nothing of theirs has changed."""
+    """Tests in files, as paths from the root, and the revision since which nothing of theirs has changed."""
 
-    files: tuple[str, ...]
-    since: str
+    files: tuple[str, ...] = ()
+    slow: tuple[str, ...] = ()
+    """Files of which only the slow tests are left out, but those marked `smoke`."""
+    since: str = ""
 
 
 def unchanged_tests() -> LeftOut:
-    """The files of tests below `BY_CHANGE` that a run may leave out; none without a revision to compare with."""
+    """The tests that a run may leave out; none without a revision to compare with."""
     base = base_revision()
     if base is None:
-        return LeftOut((), "")
+        return LeftOut()
     changed = changed_files(base)
     if any(map(selects_everything, changed)):
-        return LeftOut((), base)
-    files = (file.relative_to(ROOT).as_posix() for folder in BY_CHANGE for file in (ROOT / folder).rglob("test_*.py"))
-    return LeftOut(tuple(sorted(file for file in files if not reaches(file, changed))), base)
+        return LeftOut(since=base)
+    files = sorted(file.relative_to(ROOT).as_posix() for file in (ROOT / "tests").rglob("test_*.py"))
+    unreached = [file for file in files if not reaches(file, changed)]
+    whole = tuple(file for file in unreached if file.startswith(BY_CHANGE))
+    return LeftOut(whole, tuple(file for file in unreached if file not in (*whole, *ALWAYS)), base)
 
 
 def selects_everything(name: str) -> bool:
-    """True for `EVERYTHING`, for fixtures of a folder, and for a removed file: nothing shows any more who used it."""
-    return name.startswith(EVERYTHING) or name.endswith("/conftest.py") or not (ROOT / name).exists()
+    """True for `EVERYTHING`, for fixtures of a folder, for data of the product, and for a removed file.
+
+    Data may be found by a folder or by part of its name, and nothing shows any more who used a removed file.
+    """
+    data = name.startswith(PACKAGES) and not name.endswith(".py")
+    return name.startswith(EVERYTHING) or name.endswith("/conftest.py") or data or not (ROOT / name).exists()
 
 
 def base_revision(environment: os._Environ[str] | dict[str, str] = os.environ, root: Path = ROOT) -> str | None:
@@ -92,23 +111,62 @@ def _same_code(base: str, name: str, root: Path) -> bool:
         return False
 
 
-def reaches(file: str, changed: Iterable[str]) -> bool:
+def reaches(file: str, changed: Collection[str]) -> bool:
     """True if a file or a module that it imports, by way of others too, is among the changed files or names one."""
-    reached = set(_reached_from(file))
-    others = [os.fsencode(Path(name).name) for name in changed if not name.endswith(".py")]
+    if not changed:
+        return False
+    reached = _reached_from(file)
     if not reached.isdisjoint(changed):
         return True
-    return any(name in _content(module) for name in others for module in reached)
+    named = [os.fsencode(Path(name).name) for name in changed if not name.endswith(".py") or name.startswith("tests/")]
+    # Tests may list the folders of pages.
+    folders = {os.fsencode(Path(name).parts[0]) for name in changed if name.startswith("docs/")}
+    return any(
+        any(name in _content(module) for name in named)
+        or (module.startswith("tests/") and any(name in _content(module) for name in folders))
+        for module in reached
+    )
 
 
-def _reached_from(file: str) -> Iterator[str]:
-    found, waiting = set(), [file]
+def _reached_from(file: str) -> set[str]:
+    found: set[str] = set()
+    waiting = [file, *_imports_of_fixtures(file)]
     while waiting:
         name = waiting.pop()
         if name not in found:
             found.add(name)
             waiting += _imports(name)
-            yield name
+    return found
+
+
+def _imports_of_fixtures(file: str) -> Iterator[str]:
+    """Our files that the `conftest.py` above a file import for the fixtures that it names, and for those of every test."""
+    words = set(re.findall(r"\w+", _content(file).decode(errors="replace")))
+    for folder in Path(file).parents:
+        conftest = (folder / "conftest.py").as_posix()
+        if (ROOT / conftest).is_file():
+            body = ast.parse(_content(conftest)).body
+            fixtures = [one for one in body if isinstance(one, ast.FunctionDef) and _is_fixture(one)]
+            named, more = set(words), True
+            while more:
+                arguments = {argument.arg for one in fixtures if one.name in named for argument in one.args.args}
+                more = not arguments <= named
+                named |= arguments
+            kept = [one for one in body if one not in fixtures or one.name in named or "autouse" in ast.unparse(one)]
+            nodes = [node for one in kept for node in ast.walk(one)]
+            used = {node.id for node in nodes if isinstance(node, ast.Name)}
+            nodes = [
+                node
+                for node in nodes
+                if node not in body
+                or not isinstance(node, (ast.Import, ast.ImportFrom))
+                or not used.isdisjoint(one.asname or one.name for one in node.names)
+            ]
+            yield from (name for name in _imports_in(nodes, conftest) if name not in PLUGINS)
+
+
+def _is_fixture(function: ast.FunctionDef) -> bool:
+    return any("fixture" in ast.unparse(one) for one in function.decorator_list)
 
 
 @cache
@@ -118,39 +176,61 @@ def _content(file: str) -> bytes:
 
 @cache
 def _imports(file: str) -> tuple[str, ...]:
-    """Our files that a file imports or names.
+    """Our files that a file imports or names."""
+    if not file.endswith(".py"):
+        return tuple(_files_named((_content(file).decode(errors="replace"),), file))
+    return tuple(_imports_in(list(ast.walk(ast.parse(_content(file)))), file))
+
+
+def _imports_in(nodes: Sequence[ast.AST], file: str) -> Iterator[str]:
+    """Our files that nodes of a file import or name.
 
     A string may name a module (`python -m MODULE`, "module:function"), or a module or data file of its folder, and a data
     file names modules. So does every module of a folder count from which modules are imported by names made at run time:
-    f"campaigns.fuzz.{name}".
+    f"campaigns.fuzz.{name}", or those of a package that looks through its own `__path__`.
     """
-    if not file.endswith(".py"):
-        return tuple(_files_named((_content(file).decode(errors="replace"),), file))
-    nodes = list(ast.walk(ast.parse(_content(file))))
     package = file.removesuffix("/__init__.py").removesuffix(".py").replace("/", ".")
     package = package if file.endswith("__init__.py") else package.rpartition(".")[0]
-    imported = (found for name in sorted(imported_names(nodes, package)) for found in _files_of(name))
+    for name in sorted(imported_names(nodes, package)):
+        yield from (one for one in _files_of(name) if not one.endswith("/__main__.py"))
     docstrings = {node.value for node in nodes if isinstance(node, ast.Expr)}
     constants = [node for node in nodes if isinstance(node, ast.Constant) and node not in docstrings]
-    named = _files_named((node.value for node in constants if isinstance(node.value, str)), file)
+    yield from _files_named((node.value for node in constants if isinstance(node.value, str)), file)
     starts = {
         n.values[0].value for n in nodes if isinstance(n, ast.JoinedStr) and isinstance(n.values[0], ast.Constant)
     }
     folders = [
         ROOT / one.replace(".", "/") for one in starts if one.endswith(".") and one[:-1].replace(".", "").isidentifier()
     ]
-    inside = [file.relative_to(ROOT).as_posix() for folder in folders for file in sorted(folder.glob("*.py"))]
-    return (*imported, *named, *inside)
+    folders += [(ROOT / file).parent for node in nodes if isinstance(node, ast.Name) and node.id == "__path__"]
+    yield from (one.relative_to(ROOT).as_posix() for folder in folders for one in sorted(folder.glob("*.py")))
 
 
 def _files_named(texts: Iterable[str], file: str) -> Iterator[str]:
-    """Our files whose module the texts name, and modules and data files next to `file`."""
+    """Our files whose module the texts name, and modules and data files next to `file`; for a test also its programs."""
     for text in texts:
         for name in set(re.findall(r"[a-z_]\w*(?:\.\w+)+", text)):
-            yield from _files_of(name)
+            yield from (one for one in _files_of(name) if file != MOVED and (file, one) != RAY_JOB)
         neighbor = Path(file).with_name(text) if re.fullmatch(r"\w+\.(py|toml)", text) else None
         if neighbor and (ROOT / neighbor).is_file():
             yield neighbor.as_posix()
+        if file.startswith("tests/"):
+            for module, names in re.findall(r"from ([\w.]+) import ([\w, ]+)", text):
+                for name in names.split(","):
+                    yield from _files_of(f"{module}.{name.split()[0] if name.split() else ''}")
+            if re.fullmatch(r"[\w/]+\.py", text):
+                yield from (name for name in _programs() if name.endswith(f"/{text}"))
+            if re.search(r"(^|\s)rlhf\s|bin/rlhf", text):  # the command
+                yield "pipelines/cli/main.py"
+            if "ray-job" in text:
+                yield RAY_JOB[1]
+
+
+@cache
+def _programs() -> tuple[str, ...]:
+    """The modules of tests that are neither tests nor fixtures."""
+    files = (file.relative_to(ROOT).as_posix() for file in (ROOT / "tests").rglob("*.py"))
+    return tuple(sorted(file for file in files if not Path(file).name.startswith(("test_", "conftest"))))
 
 
 @cache

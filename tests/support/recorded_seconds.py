@@ -109,10 +109,10 @@ class Recorder:
     What several files share counts for its fixture alone: which of them is the first depends on the order of two processes.
     """
 
-    def __init__(self, *, record: bool, check: bool) -> None:
+    def __init__(self, *, record: bool, check: bool, in_part: Collection[str] = ()) -> None:
         self._record, self._check = record, check
         self.taken: dict[str, Counter[str]] = {kind: Counter() for kind in LEAST}
-        self._skipped: set[str] = set()
+        self._skipped = set(in_part)
         self._apart: list[str] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -169,7 +169,7 @@ def unlike_recorded(
 
     Shares are compared because machines differ in speed. The files that did not run count in neither sum.
     Differences up to `SLACK` do not count. A file with skipped tests may take less: another machine has the program or
-    device that they need.
+    device that they need. So may one whose slow tests are left out.
     """
     known = taken.keys() & recorded.keys()
     known = known.difference(skipped) or known

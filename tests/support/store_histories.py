@@ -21,7 +21,7 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -422,7 +422,7 @@ class Campaign:
     """Seed -> the promises that its history broke."""
 
 
-def play_all(kind: str, seeds: range, *, until_broken: bool = False) -> Campaign:
+def play_all(kind: str, seeds: Iterable[int], *, until_broken: bool = False) -> Campaign:
     """Play the history of each seed."""
     campaign = Campaign()
     logging.disable(logging.CRITICAL)

@@ -1,9 +1,21 @@
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from tests.support.changes import BY_CHANGE, EVERYTHING, ROOT, base_revision, changed_files, reaches, unchanged_tests
+from tests import conftest
+from tests.support.changes import (
+    ALWAYS,
+    BY_CHANGE,
+    EVERYTHING,
+    ROOT,
+    LeftOut,
+    base_revision,
+    changed_files,
+    reaches,
+    unchanged_tests,
+)
 
 
 def git(folder: Path, *words: str) -> str:
@@ -159,6 +171,20 @@ TOPIC = "tests/rlhf_contrib/openrlhf/test_shell.py"
         (TOPIC, "rlhf_contrib/openrlhf/syntax.py", True),
         (TOPIC, "rlhf_core/errors.py", True),
         (TOPIC, "rlhf_core/algorithms/merging.py", False),
+        ("tests/stages/test_ppo.py", "rlhf_core/algorithms/advantage/group.py", True),  # by the package's `__path__`
+        ("tests/rlhf_core/store/test_histories.py", "rlhf_core/algorithms/advantage/group.py", False),
+        ("tests/pipelines/test_own_deployments.py", "pipelines/services/supervisor.py", True),  # by a fixture
+        (
+            "tests/rlhf_core/store/test_artifacts.py",
+            "tests/support/workshop.py",
+            False,
+        ),  # of a fixture that it does not use
+        ("tests/stages/test_external_agents.py", "tests/stages/programs/http_agent.py", True),
+        ("tests/stages/test_external_agents.py", "tests/stages/programs/trl_reward.py", False),
+        ("tests/rlhf_contrib/ray_jobs/test_ray_jobs.py", "rlhf_contrib/ray_jobs/executor.py", True),
+        ("tests/rlhf_core/sampling/test_hf_sampler.py", "rlhf_contrib/ray_jobs/executor.py", False),
+        ("tests/test_newcomer.py", "docs/tutorial/own_data.md", True),
+        ("tests/pipelines/test_wheel.py", "pipelines/cli/main.py", True),  # by the command `rlhf`
     ],
 )
 def test_a_test_is_reached_by_files_that_it_imports_directly_or_not(file: str, changed: str, reached: bool) -> None:
@@ -186,9 +212,11 @@ def test_changes_of_what_all_tests_depend_on_select_everything(name: str, monkey
         ("tests/pipelines/conftest.py", True),
         ("rlhf_core/removed.py", True),
         ("rlhf_core/types.py", False),
+        ("pipelines/cli/judge.html", True),
+        ("docs/determinism.md", False),
     ],
 )
-def test_fixtures_of_a_folder_and_removed_files_select_everything(
+def test_fixtures_of_a_folder_data_and_removed_files_select_everything(
     name: str, everything: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tests.support.changes.base_revision", lambda: "base")
@@ -196,9 +224,43 @@ def test_fixtures_of_a_folder_and_removed_files_select_everything(
     assert (unchanged_tests().files == ()) is everything
 
 
-def test_only_campaigns_benchmarks_and_contrib_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_tests_and_all_of_campaigns_benchmarks_and_contrib_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.support.changes.base_revision", lambda: "base")
     monkeypatch.setattr("tests.support.changes.changed_files", lambda base: set())
     left_out = unchanged_tests()
-    files = {f.relative_to(ROOT).as_posix() for folder in BY_CHANGE for f in (ROOT / folder).rglob("test_*.py")}
-    assert set(left_out.files) == files and left_out.since == "base"
+    files = {f.relative_to(ROOT).as_posix() for f in (ROOT / "tests").rglob("test_*.py")}
+    assert {*left_out.files} == {file for file in files if file.startswith(BY_CHANGE)} and left_out.since == "base"
+    assert {*left_out.slow} == files - {*left_out.files} - {*ALWAYS} and files >= {*ALWAYS}
+
+
+class Item:
+    """An item of pytest, as far as the selection reads it."""
+
+    fixturenames = ()
+
+    def __init__(self, nodeid: str, *marks: str) -> None:
+        self.nodeid, self.path, self._marks = nodeid, ROOT / nodeid.partition("::")[0], set(marks)
+
+    def get_closest_marker(self, name: str) -> str | None:
+        return name if name in self._marks else None
+
+    def add_marker(self, name: str) -> None:
+        self._marks.add(name)
+
+
+def test_of_a_file_in_part_the_quick_tests_and_one_run_of_each_engine_remain(monkeypatch: pytest.MonkeyPatch) -> None:
+    items = [
+        Item("a.py::quick"),
+        Item("a.py::recorded"),
+        Item("a.py::slow", "slow"),
+        Item("a.py::smoke", "slow", "smoke"),
+        Item("b.py::slow", "slow"),
+    ]
+    recorded = {"files": {}, "tests": {"a.py::recorded": 0.5}, "fixtures": {}}
+    monkeypatch.setattr("tests.conftest.read_recorded", lambda: recorded)
+    said: list[Item] = []
+    hook = SimpleNamespace(pytest_deselected=lambda items: said.extend(items))
+    config = SimpleNamespace(hook=hook, stash={conftest.LEFT_OUT: LeftOut(slow=("a.py",))})
+    conftest.pytest_collection_modifyitems(config, items)
+    assert [one.nodeid for one in items] == ["a.py::quick", "a.py::smoke", "b.py::slow"]
+    assert [one.nodeid for one in said] == ["a.py::recorded", "a.py::slow"]

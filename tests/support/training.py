@@ -35,7 +35,8 @@ from rlhf_core.types import (
     StepsRef,
 )
 from stages.ppo import PPOConfig
-from tests.support.workshop import Workshop, make_policy
+from tests.support.policies import make_policy
+from tests.support.workshop import Workshop
 
 logger = logging.getLogger(__name__)
 

@@ -1,17 +1,12 @@
-"""What run-level tests of generate, score and select share: a store to run in, a tiny policy, and rollouts to start from."""
+"""What run-level tests of generate, score and select share: a store to run in, and rollouts to start from."""
 
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pipelines.execution.gates import numbers
-from rlhf_core.config.engines import TrainerConfig
-from rlhf_core.config.models import InitModel
 from rlhf_core.config.monitors import is_named
-from rlhf_core.config.runtime import HFSamplerConfig, RuntimeConfig, VllmSamplerConfig
-from rlhf_core.interfaces import ModelSpec
 from rlhf_core.runtime.local_runtime import LocalRuntime
 from rlhf_core.schema.base import Config
 from rlhf_core.stage.decision import Decision
@@ -21,17 +16,7 @@ from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.tracking.memory import MemoryStageTracker
 from rlhf_core.types import ArtifactRef, Completion, FinishReason, Generation, Message, Prompt, Rollout
 from stages.table import STAGES, numbers_of
-
-RUNTIME = RuntimeConfig(type="local", trainer=TrainerConfig(engine="torch"), sampler=HFSamplerConfig())
-TWO_RANKS = RuntimeConfig(
-    train_workers=2,
-    cpu_threads=1,
-    worker_timeout_s=400,
-    trainer=TrainerConfig(engine="deepspeed", zero_stage=2, micro_batch=2),
-    sampler=VllmSamplerConfig(max_model_len=96, kv_cache_gib=0.25),
-)
-"""Real engines on Ray, of a runtime that tests share (`tests/support/sharing.py`)."""
-SHAPE = InitModel(vocab_size=320, hidden_size=32, layers=1, heads=2, kv_heads=2, intermediate_size=64, max_positions=64)
+from tests.support.policies import RUNTIME
 
 
 def quiet(done: int, total: int, message: str) -> None:
@@ -78,25 +63,6 @@ class Workshop:
         """Return the final metrics of a stage that ran."""
         record = self.store.record(decision.key)
         return dict(record.metrics)
-
-
-def make_policy(folder: Path) -> Path:
-    """Write a Llama of one layer with its tokenizer; 0.1 s."""
-    from rlhf_core.models.initialize import initialize_llama, train_tokenizer
-
-    train_tokenizer(["What is 12 + 30? It is 42."] * 5, vocab_size=320, folder=folder)
-    initialize_llama(SHAPE, folder, seed=7)
-    return folder
-
-
-def make_reward_model(folder: Path, policy: Path, *, head: Literal["score", "value"] = "score") -> Path:
-    """Write a policy with a scalar head in place of its LM head."""
-    from rlhf_core.models.loading import export_model, load_model
-
-    spec = ModelSpec(str(policy), head, None, seed=3)
-    model = load_model(spec, dtype="float32", attention="sdpa", gradient_checkpointing=False, device="cpu")
-    export_model(model, folder, tokenizer_from=policy)
-    return folder
 
 
 def generation(prompt_id: str, text: str, *, tokens: int = 3, finish_reason: FinishReason = "stop") -> Generation:

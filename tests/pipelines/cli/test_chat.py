@@ -26,8 +26,8 @@ from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.layout import remove_tree
 from rlhf_core.types import ArtifactRef, Message, PolicyRef, RewardModelRef, SamplingRequest
 from tests.support.chat_server import ChatServer
+from tests.support.policies import RUNTIME
 from tests.support.records import commit, provenance
-from tests.support.workshop import RUNTIME
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.tracking.memory import MemoryTracker
 from rlhf_core.types import ArtifactRef
 from tests.support.listener import Notes
-from tests.support.workshop import make_policy, make_reward_model
+from tests.support.policies import make_policy, make_reward_model
 
 BASE = """
 name = "shapes"

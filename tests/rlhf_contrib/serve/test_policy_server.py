@@ -29,8 +29,8 @@ from rlhf_core.errors import ConfigError
 from rlhf_core.processes.identity import process_stat
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import Message, PolicyRef
+from tests.support.policies import SHAPE
 from tests.support.records import commit, provenance
-from tests.support.workshop import SHAPE
 
 START_TIMEOUT_S = 500.0
 

@@ -25,7 +25,8 @@ from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.training.objectives.base import SftObjective
 from rlhf_core.types import Message, PolicyRef, Prompt, PromptsRef, SamplingRequest, TokenSample
 from stages.generate import GenerateConfig
-from tests.support.workshop import RUNTIME, Workshop, make_policy
+from tests.support.policies import RUNTIME, make_policy
+from tests.support.workshop import Workshop
 
 
 def test_the_type_chooses_the_runtime_and_nothing_has_served_yet():

@@ -29,8 +29,8 @@ from rlhf_core.runtime.ray_runtime import RayRuntime
 from rlhf_core.sequences import Sequences, Subset
 from rlhf_core.training.objectives.base import SftObjective
 from rlhf_core.types import SamplingRequest, TokenSample
+from tests.support.policies import TWO_RANKS
 from tests.support.sharing import SharedRay
-from tests.support.workshop import TWO_RANKS
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]  # the first of them starts what all share
 

@@ -154,6 +154,15 @@ LONG = {"a listing decides that an object is missing"}
 """Mutants that need a thousand histories. test_shared_bucket.py finds them in one."""
 
 
+FIRST = {
+    "the object is not looked at after the record": 335,
+    "a checkpoint is published without a fence": 417,
+    "a generation is named after its upload": 175,
+    "files are deleted by digest instead of generation": 165,
+}
+"""A seed that finds the mutant of a bucket. It is tried first, which saves up to 50 CPU seconds; all others follow."""
+
+
 def mutants() -> Iterator[Any]:
     for store in STORES:
         for name in MUTANTS[store]:
@@ -177,7 +186,8 @@ def test_no_history_breaks_a_promise(store, seeds):
 def test_a_store_without_one_of_its_mechanisms_breaks_a_promise(store, name, monkeypatch):
     for owner, attribute, value in MUTANTS[store][name]:
         monkeypatch.setattr(owner, attribute, value)
-    assert play_all(store, range(1500), until_broken=True).broken
+    first = FIRST.get(name, 0) if store == "bucket" else 0
+    assert play_all(store, [*range(first, 1500), *range(first)], until_broken=True).broken
 
 
 def test_a_history_follows_from_its_seed():
