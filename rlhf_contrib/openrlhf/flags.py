@@ -5,8 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
+from rlhf_contrib.openrlhf.redaction import is_secret
 from rlhf_contrib.openrlhf.shell import Command
 from rlhf_core.errors import ConfigError
+from rlhf_core.secrets.redaction import HIDDEN
 
 COMMANDS = {
     "train_sft": "sft",
@@ -313,6 +315,11 @@ class Given(NamedTuple):
         """Return the value as written; empty for a switch."""
         return " ".join(self.words)
 
+    @property
+    def shown(self) -> str:
+        """Return the value as a report shows it: without a secret."""
+        return HIDDEN if is_secret(self.flag) else self.text
+
 
 @dataclass(frozen=True)
 class Arguments:
@@ -364,7 +371,7 @@ def read_arguments(command: Command, *, lenient: bool) -> Arguments:
             unknown.append(found)
         else:
             rule = f"OpenRLHF's {command.module} has no such flag"
-            raise ConfigError(found.flag, found.text, rule, f"{_remedy(found.flag, list(known))}, or --lenient")
+            raise ConfigError(found.flag, found.shown, rule, f"{_remedy(found.flag, list(known))}, or --lenient")
     launcher = tuple(_split(command.launcher, {}))
     return Arguments(command.module, name, given, tuple(repeated), tuple(unknown), launcher)
 
@@ -408,11 +415,11 @@ def _split(words: Sequence[str], known: dict[str, Flag]) -> list[Given]:
 
 def _check_words(flag: Flag, given: Given) -> None:
     if flag.kind == "switch" and given.words:
-        raise ConfigError(given.flag, given.text, "is a switch and takes no value", "remove the value")
+        raise ConfigError(given.flag, given.shown, "is a switch and takes no value", "remove the value")
     if flag.kind != "switch" and not given.words:
         raise ConfigError(given.flag, "", "needs a value", "add it")
     if flag.kind == "value" and len(given.words) > 1:
-        raise ConfigError(given.flag, given.text, "takes one value", "quote it, or remove the others")
+        raise ConfigError(given.flag, given.shown, "takes one value", "quote it, or remove the others")
 
 
 # ---------------------------------------------------------------- treatments

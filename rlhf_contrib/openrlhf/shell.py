@@ -13,12 +13,10 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from rlhf_contrib.openrlhf.expansion import PARSED, Values, double_test, released, test
+from rlhf_contrib.openrlhf.redaction import ScriptSecrets
 from rlhf_contrib.openrlhf.syntax import ASSIGNMENT, Block, Branch, Item, Simple, assigned_names, leaves, parse
 from rlhf_core.errors import ConfigError
-
-HOLD_SECRETS = {"--use_wandb", "--logger.wandb.key"}
-"""Flags with a value that no report shows."""
-_SECRET = re.compile(rf"((?:{'|'.join(map(re.escape, sorted(HOLD_SECRETS)))})[= ]+)[^-\s]\S*")
+from rlhf_core.secrets.redaction import HIDDEN
 
 _MODULE = re.compile(r"openrlhf[./]cli[./](\w+?)(?:\.py)?$")
 _MENTION = re.compile(r"openrlhf[./]cli[./](\w+)")
@@ -62,7 +60,7 @@ def read_commands(text: str) -> Script:
     if "\0" in text:
         raise ConfigError("script: has a NUL character, which no shell can read; remove it")
     text = text.replace("\r\n", "\n")
-    shell = _Shell()
+    shell = _Shell(ScriptSecrets(text))
     try:
         shell.script(text, 1)
         shell.functions_without_a_call()
@@ -77,13 +75,16 @@ def read_commands(text: str) -> Script:
         for one in shell.commands
     ]
     values = {name: released(" ".join(words)) for name, words in shell.values.variables.items()}
-    return Script(commands, values, shell.relevant_notes())
+    texts = [*(" ".join(one.words) for one in commands), *map("=".join, values.items())]
+    shell.secrets.read("\n".join(texts))
+    return Script(commands, values, shell.secrets.hide(shell.relevant_notes(), shell.values.spend))
 
 
 class _Shell:
     """A reader of a script in the order in which a shell runs it."""
 
-    def __init__(self) -> None:
+    def __init__(self, secrets: ScriptSecrets) -> None:
+        self.secrets = secrets
         self.values = Values()
         self.commands: list[Command] = []
         self._notes: list[tuple[str, set[str] | None]] = []
@@ -99,7 +100,7 @@ class _Shell:
 
     def note(self, line: int, text: str, names: set[str] | None = None) -> None:
         """Add a note; with `names`, one that matters only if the script uses one of these variables."""
-        shown = _SECRET.sub(r"\1***", released(text))
+        shown = released(text)
         self._notes.append((f"line {line}: {shown}" if line else shown, names))
 
     def relevant_notes(self) -> list[str]:
@@ -201,17 +202,20 @@ class _Shell:
         self.values.spend(_STEP + 10 * len(before))
         self._items(items)
         for name, words in list(variables.items()):
+            if words is before.get(name):
+                continue
             new, old = " ".join(words), " ".join(before.get(name, []))
+            shown = HIDDEN if self.secrets.holds(name) else new
             if name in before and words != before[name]:
                 variables[name] = before[name]
             elif name not in before and _ARGUMENT.search(new):
                 del variables[name]
             else:
                 if name not in before:
-                    text = f"{name}={new} ({what}) is read: the script leaves open whether it runs"
+                    text = f"{name}={shown} ({what}) is read: the script leaves open whether it runs"
                     self._kept.setdefault(name, f"line {line}: {text}")
                 continue
-            change = f"{name}+={new.removeprefix(old)}" if old and new.startswith(old) else f"{name}={new}"
+            change = f"{name}+={shown.removeprefix(old)}" if old and shown.startswith(old) else f"{name}={shown}"
             text = f"{change} ({what}) is not read: the script leaves open whether it runs"
             self.note(line, text, {name.partition("[")[0]})
 
@@ -221,9 +225,10 @@ class _Shell:
         mentioned = [one for node in nodes for text in node.texts() for one in _MENTION.findall(text)]
         if mentioned:
             self.note(line, f"{', '.join(mentioned)} ({what}) is not read: {_OTHERWISE}")
-        assigned = [word for node in nodes for word in node.words if ASSIGNMENT.fullmatch(word)]
+        assigned = [found for node in nodes for word in node.words if (found := ASSIGNMENT.fullmatch(word))]
         if assigned:
-            self.note(line, f"{'; '.join(assigned)} ({what}) is not read: {_OTHERWISE}", assigned_names(assigned))
+            shown = [f"{one[1]}={HIDDEN}" if self.secrets.holds(one[1]) else one[0] for one in assigned]
+            self.note(line, f"{'; '.join(shown)} ({what}) is not read: {_OTHERWISE}", {one[1] for one in assigned})
 
     # ------------------------------------------------------------ loops
 
@@ -256,6 +261,7 @@ class _Shell:
             return
         raw = block.head[2:] if len(block.head) > 1 else ('"$@"',)
         values = [value for word in raw for value in self.values.listed(word)]
+        self.secrets.read("\n".join(f"{name}={value}" for value in values))
         if not values:
             self._skipped(block.line, f"for {name} in nothing", body)
         number = len(self.commands)
@@ -392,7 +398,8 @@ class _Shell:
         """Add the OpenRLHF command among the words, or those of a script in one of them; return whether it is one."""
         for number, word in enumerate(words):
             if found := _MODULE.search(word):
-                self.commands.append(Command(found[1], tuple(words[:number]), tuple(words[number + 1 :])))
+                launcher = tuple(map(self.secrets.hidden, words[:number]))
+                self.commands.append(Command(found[1], launcher, tuple(words[number + 1 :])))
                 return True
             if _INSIDE.search(word) and not word.startswith(("$", "`")):
                 self.script(word, line)
