@@ -393,24 +393,24 @@ def _without_unknown_values(flag: Flag, given: Given) -> tuple[Given, list[Given
     """Return a flag without words such as `$EXTRA` that it has no use for, since flags may be in them, and those words."""
     room = {"switch": 0, "value": 1, "many": len(given.words)}[flag.kind]
     extra = [word for word in given.words[room:] if word.startswith("$")]
-    kept = tuple(word for at, word in enumerate(given.words) if at < room or word not in extra)
+    kept = tuple(word for at, word in enumerate(given.words) if at < room or not word.startswith("$"))
     return Given(given.flag, kept), [Given(word, ()) for word in extra]
 
 
 def _split(words: Sequence[str], known: dict[str, Flag]) -> list[Given]:
     """Return each flag with the words up to the next one. A launcher's flags (not `known`) have at most one word."""
-    found: list[Given] = []
+    found: list[tuple[str, list[str]]] = []
     for word in words:
         flag, separator, value = word.partition("=")
         if word in LAUNCHER_SWITCHES and not known:
-            found.append(Given(word, ()))
+            found.append((word, []))
         elif word.startswith("--"):
-            found.append(Given(flag, (value,) if separator else ()))
+            found.append((flag, [value] if separator else []))
         elif known and not found:
-            found.append(Given(word, ()))
-        elif found and (known or not (found[-1].words or found[-1].flag in LAUNCHER_SWITCHES)):
-            found[-1] = Given(found[-1].flag, (*found[-1].words, word))
-    return [one for one in found if known or one.flag not in SYNTAX]
+            found.append((word, []))
+        elif found and (known or not (found[-1][1] or found[-1][0] in LAUNCHER_SWITCHES)):
+            found[-1][1].append(word)
+    return [Given(flag, tuple(values)) for flag, values in found if known or flag not in SYNTAX]
 
 
 def _check_words(flag: Flag, given: Given) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from rlhf_contrib.openrlhf.expansion import PARSED, Values, double_test, released, test
+from rlhf_contrib.openrlhf.expansion import COMMANDS, Values, double_test, released, test
 from rlhf_contrib.openrlhf.redaction import ScriptSecrets
 from rlhf_contrib.openrlhf.syntax import ASSIGNMENT, Block, Branch, Item, Simple, assigned_names, leaves, parse
 from rlhf_core.errors import ConfigError
@@ -29,8 +29,8 @@ _TESTS = {"[", "test", "[[", "((", "true", "false", ":"}
 _ARGUMENT = re.compile(r"\$(\d|OPTARG)")
 _DEEPEST = 20
 """Calls of functions inside each other."""
-_STEP = 100
-"""Characters that could be expanded in the time of a command."""
+_LOOK, _STEP, _COMMAND = 20, 100, 10_000
+"""Units of work for a word that is looked at, a command, and one of OpenRLHF, whose flags are translated."""
 _OTHERWISE = "the values in the script choose otherwise"
 
 
@@ -66,9 +66,10 @@ def read_commands(text: str) -> Script:
         shell.functions_without_a_call()
     except RecursionError:
         raise ConfigError("script: its blocks are nested too deeply; give the commands alone") from None
-    missing = dict.fromkeys(_MENTION.findall(re.sub(r"(?m)^\s*#.*", "", text)))
+    missing = dict.fromkeys(_MENTION.findall(re.sub(r"(?m)^[ \t]*#.*", "", text)))
+    found = {command.module for command in shell.commands}
     for module in missing:
-        if module not in {command.module for command in shell.commands}:
+        if module not in found:
             shell.note(0, f"openrlhf.cli.{module} is named, but no command of it was found; give that command alone")
     commands = [
         Command(one.module, *(tuple(map(released, words)) for words in (one.launcher, one.words)))
@@ -101,6 +102,7 @@ class _Shell:
     def note(self, line: int, text: str, names: set[str] | None = None) -> None:
         """Add a note; with `names`, one that matters only if the script uses one of these variables."""
         shown = released(text)
+        self.values.spend(_STEP + len(shown))
         self._notes.append((f"line {line}: {shown}" if line else shown, names))
 
     def relevant_notes(self) -> list[str]:
@@ -114,7 +116,7 @@ class _Shell:
 
     def script(self, text: str, line: int) -> bool | None:
         """Read a script that begins at a line; return its status as `_items` does."""
-        self.values.spend(PARSED * len(text))
+        self.values.spend(_STEP + COMMANDS * len(text))
         outside, self._before, self._follows = (self._before, self._follows), [], False
         status = self._items(parse(text, line))
         self._before, self._follows = outside
@@ -191,7 +193,7 @@ class _Shell:
         if "*" in branch.patterns:
             return True
         text = self.values.text(subject)
-        patterns = [self.values.text(pattern) for pattern in branch.patterns]
+        patterns = [self.values.pattern(pattern) for pattern in branch.patterns]
         if any("$" in one for one in (text, *patterns)):
             return None
         return any(fnmatchcase(text, pattern) for pattern in patterns)
@@ -221,7 +223,7 @@ class _Shell:
 
     def _skipped(self, line: int, what: str, items: Sequence[Item]) -> None:
         """Add a note on commands that do not run with the values of the script, if they could matter."""
-        nodes = list(leaves(items))
+        nodes = self._leaves(items)
         mentioned = [one for node in nodes for text in node.texts() for one in _MENTION.findall(text)]
         if mentioned:
             self.note(line, f"{', '.join(mentioned)} ({what}) is not read: {_OTHERWISE}")
@@ -229,6 +231,11 @@ class _Shell:
         if assigned:
             shown = [f"{one[1]}={HIDDEN}" if self.secrets.holds(one[1]) else one[0] for one in assigned]
             self.note(line, f"{'; '.join(shown)} ({what}) is not read: {_OTHERWISE}", {one[1] for one in assigned})
+
+    def _leaves(self, items: Sequence[Item]) -> list[Simple]:
+        nodes = list(leaves(items))
+        self.values.spend(sum(_STEP + sum(map(len, node.texts())) for node in nodes))
+        return nodes
 
     # ------------------------------------------------------------ loops
 
@@ -247,7 +254,7 @@ class _Shell:
         else:
             self._maybe(block.line, what, branch.body)
         if runs or len(self.commands) > number:
-            names = assigned_names(word for node in leaves(branch.body) for word in node.words)
+            names = assigned_names(word for node in self._leaves(branch.body) for word in node.words)
             text = f"the commands of {what} are read once"
             self.note(block.line, text, None if len(self.commands) > number else names)
 
@@ -285,8 +292,10 @@ class _Shell:
             number = self.values.number(node.words[1])
             return None if number is None else number != 0
         if node.words and node.words[0] == "[[":
-            self.values.spend(PARSED * len(node.words[1]))
-            return None if re.search(r"[<>]|=~", node.words[1]) else double_test(parse(node.words[1]), self.values.text)
+            self.values.spend(COMMANDS * len(node.words[1]))
+            return (
+                None if re.search(r"[<>]|=~", node.words[1]) else double_test(parse(node.words[1]), self.values.pattern)
+            )
         number = next((at for at, word in enumerate(node.words) if not ASSIGNMENT.fullmatch(word)), len(node.words))
         assigned, words = node.words[:number], node.words[number:]
         if not words or words[0] in _DECLARERS:
@@ -323,6 +332,7 @@ class _Shell:
             case "set":
                 self.values.arguments = words[words.index("--") + 1 :] if "--" in words else self.values.arguments
             case "shift" if self.values.arguments and (*words, "1")[1].isdecimal():
+                self.values.spend(len(self.values.arguments))
                 self.values.arguments = self.values.arguments[int((*words, "1")[1]) :]
             case "let":
                 for word in words[1:]:
@@ -345,6 +355,7 @@ class _Shell:
     def _reads(self, node: Simple, words: list[str]) -> bool:
         """Read the here-document of a command, into a variable or as a script; return whether it is either."""
         body = node.bodies[-1]
+        self.values.spend(len(body.text))
         if words[0] in ("read", "mapfile", "readarray"):
             self.values.read_into(node, words)
         elif _MENTION.search(body.text):
@@ -396,8 +407,10 @@ class _Shell:
 
     def _find(self, words: list[str], line: int) -> bool:
         """Add the OpenRLHF command among the words, or those of a script in one of them; return whether it is one."""
+        self.values.spend(_LOOK * len(words) + sum(map(len, words)))
         for number, word in enumerate(words):
             if found := _MODULE.search(word):
+                self.values.spend(_COMMAND)
                 launcher = tuple(map(self.secrets.hidden, words[:number]))
                 self.commands.append(Command(found[1], launcher, tuple(words[number + 1 :])))
                 return True
