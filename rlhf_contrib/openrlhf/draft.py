@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from rlhf_contrib.openrlhf.flags import Arguments, Given
-from rlhf_contrib.openrlhf.shell import HOLD_SECRETS
 from rlhf_core.errors import ConfigError
 
 LARGEST_WINS = {"prepare_data.max_prompt_tokens", "prepare_data.max_tokens", "runtime.sampler.max_model_len"}
@@ -157,7 +156,7 @@ class Sheet:
 
     def extra(self, given: Given, fate: Fate, what: str) -> None:
         """Record words that are no flags of the command: the launcher's, unknown ones, and repeated ones."""
-        self.draft.outcomes.append(Outcome(self.arguments.module, given.flag, _text(given), fate, [what]))
+        self.draft.outcomes.append(Outcome(self.arguments.module, given.flag, given.shown, fate, [what]))
 
     def close(self) -> None:
         """Pass the outcomes to the draft; a flag that no rule has read is not translatable."""
@@ -165,7 +164,7 @@ class Sheet:
             if name not in self._outcomes:
                 self.refuse(name, "this program does not use it", "none")
             outcome = self._outcomes[name]
-            outcome.flag, outcome.text = given.flag, _text(given)
+            outcome.flag, outcome.text = given.flag, given.shown
             self.draft.outcomes.append(outcome)
 
     # ------------------------------------------------------------ private
@@ -190,10 +189,6 @@ class Sheet:
         except ValueError:
             remedy = "assign the variable at the top of the script" if "$" in self.text(name) else "change it"
             raise ConfigError(self.flag(name), self.text(name), "must be a number", remedy) from None
-
-
-def _text(given: Given) -> str:
-    return "***" if given.flag in HOLD_SECRETS else given.text
 
 
 def _shown(value: Any) -> str:

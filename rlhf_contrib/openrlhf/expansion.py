@@ -8,16 +8,18 @@ import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from itertools import chain, product
+from math import prod
+from typing import TypeAlias
 
 from rlhf_contrib.openrlhf.syntax import (
     ASSIGNMENT,
-    PLAIN_IN_QUOTES,
     Block,
     Item,
     Simple,
     array_words,
-    dollar_end,
     parse,
+    pieces,
 )
 from rlhf_core.errors import ConfigError
 
@@ -50,7 +52,7 @@ _WHOLE = re.compile(r"-?\d{1,18}")
 
 def computed(text: str) -> int | None:
     """Return the value of an expression of whole numbers, 1 or 0 for a comparison; None if it has none."""
-    if not re.fullmatch(r"[\d\s+*/%()<>=!&|-]+", text):
+    if not re.fullmatch(r"[\d\s+*/%()<>=!&|-]+", text) or re.search(r"\d{20}", text):
         return None
     try:
         value = _arithmetic(ast.parse(text.replace("&&", " and ").replace("||", " or ").strip(), mode="eval").body)
@@ -117,15 +119,18 @@ def _arithmetic(node: ast.expr) -> int:
 _PARAMETER = re.compile(r"([A-Za-z_]\w*|\d{1,18}|[@*])(?:\[([^\]]*)\])?(.*)", re.DOTALL)
 _DEFAULT = re.compile(r"(:?[-=+?])(.*)", re.DOTALL)
 _CUT = re.compile(r"(%%|%|##|#|//|/)(.*)", re.DOTALL)
-_RANGE = re.compile(r"\{(-?\d{1,18})\.\.(-?\d{1,18})\}|\$\(seq (-?\d{1,18})(?: (-?\d{1,18}))?\)")
+_BRACE = re.compile(r"(?<!\$)\{")
+_SEQUENCE = re.compile(r"\{(?:(-?\d{1,18})\.\.(-?\d{1,18})|([a-z]\.\.[a-z]|[A-Z]\.\.[A-Z]))(?:\.\.(-?\d{1,18}))?\}")
+_SEQ = re.compile(r"\$\(seq (-?\d{1,18})(?: (-?\d{1,18}))?\)")
 _MOST_VALUES = 1000
 """Values of a loop that are read."""
-_MOST_WORK = 10_000_000
-"""About a second. One unit is roughly the cost of copying one character. `A=$A$A`, thirty times, would fill the memory."""
-_WORD, _PIECE, _EXPANSION = 20, 10, 100
-"""Units for a word, a quoted part and an expansion, in addition to those of their characters."""
-PARSED = 8
-"""Units for a character that is parsed."""
+_MOST_WORK = 5_000_000
+"""Half a second: a unit is about 0.1 microseconds. `A=$A$A`, thirty times, would fill the memory."""
+_WORD, _PIECE, _EXPANSION, _PATTERN = 20, 15, 100, 1000
+"""Units for a word, a quoted part, an expansion and a pattern, in addition to those of their characters."""
+_MOST_WORDS = _MOST_WORK // _WORD
+PARSED, COMMANDS = 8, 24
+"""Units for a character of a word that is parsed, and of commands."""
 _PLAIN = re.compile(r"[^\\'\"$` \t\n]+")
 _ANSI = {"n": "\n", "t": "\t", "\\": "\\", "'": "'", '"': '"'}
 _HOLD = str.maketrans(" \t\n", "\ue000\ue001\ue002")
@@ -135,6 +140,10 @@ _LET_GO = str.maketrans("\ue000\ue001\ue002", " \t\n")
 def released(text: str) -> str:
     """Return a word with the blanks of the parts left as written."""
     return text.translate(_LET_GO)
+
+
+_Parts: TypeAlias = list[list[str]]
+"""The parts of a word, each with its alternatives."""
 
 
 class Values:
@@ -161,59 +170,87 @@ class Values:
 
     def fields(self, raw: str, *, split: bool = True) -> list[str]:
         """Return the words that a word as written expands to; without `split`, as in an assignment, one at most."""
-        self.spend(_WORD + len(raw))
+        words = self._braces(raw) if split and _BRACE.search(raw) else [raw]
+        return [field for word in words for field in self._fields(word, split=split)]
+
+    def _fields(self, raw: str, *, split: bool) -> list[str]:
+        """Return the words that parameters and quotes make of a word without braces."""
+        self.spend(_WORD + PARSED * len(raw))
+        if _PLAIN.fullmatch(raw):
+            return [raw]
         found: list[list[str]] = [[]]
-        at = 0
-        while at < len(raw):
-            if plain := _PLAIN.match(raw, at):
-                found[-1].append(plain[0])
-                at = plain.end()
-                continue
-            at, pieces, splits = self._piece(raw, at)
+        for one in pieces(raw):
+            values, splits = self._piece(one)
             if splits and split:
-                pieces = [part for piece in pieces for part in _apart(piece)]
+                values = [part for value in values for part in re.split(r"[ \t\n]+", value)]
             elif not split:
-                pieces = [" ".join(pieces)] if pieces else pieces
-            for number, piece in enumerate(pieces):
+                values = [" ".join(values)] if values else values
+            for number, value in enumerate(values):
                 if number:
                     found.append([])
-                if piece or not splits:
-                    found[-1].append(piece)
+                if value or not splits:
+                    found[-1].append(value)
+        self.spend(_WORD * len(found))
         return ["".join(parts) for parts in found if parts]
+
+    def _braces(self, raw: str) -> list[str]:
+        """Return the words as written that `{a,b}` and `{1..3}` make of one; other braces stay as they are."""
+        self.spend(_EXPANSION + COMMANDS * len(raw))
+        made: _Parts = []
+        outside: list[tuple[_Parts, _Parts]] = []  # of each open brace: the parts before it, its alternatives so far
+        for part in pieces(raw):
+            if part == "{":
+                outside.append((made, []))
+                made = []
+            elif part == "," and outside:
+                outside[-1][1].append(self._joined(made))
+                made = []
+            elif part == "}" and outside:
+                inside = self._joined(made)
+                made, options = outside.pop()
+                literal = [f"{{{one}}}" for one in inside]
+                made.append(
+                    list(chain(*options, inside)) if options else _sequence("".join(literal), _MOST_WORDS) or literal
+                )
+                self.spend(_WORD * len(made[-1]))
+            else:
+                made.append([part])
+        return [raw] if outside else self._joined(made)
+
+    def _joined(self, parts: _Parts) -> list[str]:
+        """Return the words made of one alternative of each part."""
+        self.spend(prod(map(len, parts)) * (_PIECE + sum(max(map(len, part)) for part in parts)))
+        return ["".join(word) for word in product(*parts)]
 
     def text(self, raw: str) -> str:
         """Return a word as written with all expansions, in one piece."""
         return " ".join(self.fields(raw, split=False))
 
+    def pattern(self, raw: str) -> str:
+        """Return the text of a word that is compared as a pattern, which Python compiles."""
+        text = self.text(raw)
+        self.spend(_PATTERN + _WORD * len(text))
+        return text
+
     def body(self, text: str) -> str:
         """Return the text of a here-document with all expansions: quotes are characters there."""
         return self._quoted(text, quotes=False)
 
-    def _piece(self, raw: str, at: int) -> tuple[int, list[str], bool]:
-        """Return the end of the piece at `at`, its values, and whether blanks in them end a word."""
-        char = raw[at]
+    def _piece(self, raw: str) -> tuple[list[str], bool]:
+        """Return the values of a piece of a word, and whether blanks in them end the word."""
         self.spend(_PIECE)
-        if char == "\\":
-            return at + 2, [raw[at + 1 : at + 2]] if raw[at + 1 : at + 2] != "\n" else [], False
-        if char == "'":
-            end = raw.index("'", at + 1)
-            return end + 1, [raw[at + 1 : end]], False
-        if raw.startswith("$'", at):
-            end = self._end(raw, at, quoted=False)
-            return end, [re.sub(r"\\(.)", lambda found: _ANSI.get(found[1], found[0]), raw[at + 2 : end - 1])], False
-        if char == '"' or raw.startswith('$"', at):
-            start = at + 1 + (char == "$")
-            end = start
-            while raw[end : end + 1] not in ('"', ""):
-                if plain := PLAIN_IN_QUOTES.match(raw, end):
-                    end = plain.end()
-                else:
-                    end = end + 2 if raw[end] == "\\" else self._end(raw, end, quoted=True)
-            return end + 1, self._quoted_words(raw[start:end]), False
-        if char in "$`":
-            end = self._end(raw, at, quoted=False)
-            return end, self.parameter(raw[at:end], quoted=False), True
-        return at + 1, [char], char in " \t\n"  # blanks are in the default of an expansion alone
+        mark, inner = raw[0], raw[1:-1]
+        if mark == "\\":
+            return [raw[1:]] if raw[1:] != "\n" else [], False
+        if mark == "'":
+            return [inner], False
+        if raw.startswith("$'"):
+            return [re.sub(r"\\(.)", lambda found: _ANSI.get(found[1], found[0]), inner[1:])], False
+        if mark == '"' or raw.startswith('$"'):
+            return self._quoted_words(inner.removeprefix('"')), False
+        if mark in "$`":
+            return self.parameter(raw, quoted=False), True
+        return [raw], mark in " \t\n"  # blanks are in the default of an expansion alone
 
     def _quoted_words(self, inner: str) -> list[str]:
         """Return the content of double quotes: one word, or those of `"${a[@]}"` and `"$@"`."""
@@ -222,33 +259,23 @@ class Values:
         return [self._quoted(inner)]
 
     def _quoted(self, inner: str, *, quotes: bool = True) -> str:
-        made, at = "", 0
-        while at < len(inner):
-            if plain := PLAIN_IN_QUOTES.match(inner, at):
-                made, at = made + plain[0], plain.end()
-            elif inner[at] in "$`":
-                end = self._end(inner, at, quoted=True)
-                made += " ".join(self.parameter(inner[at:end], quoted=True))
-                at = end
-            elif inner[at] == "\\" and inner[at + 1 : at + 2] in (*'"\\$`\n',):
-                self.spend(_PIECE)
-                made += inner[at + 1].strip("\n")
-                at += 2
-            else:
-                made += "" if quotes and inner[at] == '"' else inner[at]
-                at += 1
+        self.spend(_PIECE + PARSED * len(inner))
+        made = ""
+        for one in pieces(inner, quoted=True):
+            self.spend(_PIECE)
+            if one[0] in "$`":
+                made += " ".join(self.parameter(one, quoted=True))
+            elif one[0] == "\\" and one[1:] in (*'"\\$`\n',):
+                made += one[1:].strip("\n")
+            elif one != '"' or not quotes:
+                made += one
         return made
-
-    def _end(self, raw: str, at: int, *, quoted: bool) -> int:
-        """Return where the expansion at `at` ends. The scanner copies the whole text; 200 characters of it are one unit."""
-        end = dollar_end(raw, at, quoted=quoted)
-        self.spend(_EXPANSION + len(raw) // 200 + PARSED * (end - at))
-        return end
 
     # ------------------------------------------------------------ parameters
 
     def parameter(self, text: str, *, quoted: bool) -> list[str]:
         """Return the words of an expansion `$x`, `${x...}`, `$(...)`, `$((...))` or backticks."""
+        self.spend(_EXPANSION)
         if text.startswith("$(("):
             number = self.number(text[3:-2])
             return [_held(text) if number is None else str(number)]
@@ -288,7 +315,9 @@ class Values:
         if subscript is None:
             return self.variables.get(name)
         if subscript in ("@", "*"):
-            elements = [word for key, words in self.variables.items() if key.startswith(f"{name}[") for word in words]
+            self.spend(len(self.variables))
+            first = f"{name}["
+            elements = [word for key, words in self.variables.items() if key.startswith(first) for word in words]
             return [*self.variables.get(name, []), *elements] if elements else self.variables.get(name)
         key = self.text(subscript or "")
         if f"{name}[{key}]" in self.variables:
@@ -308,7 +337,7 @@ class Values:
             return words or []
         elif sign.endswith("?"):
             return [_held(text)]
-        made = [self._quoted(other)] if quoted else [_held(word) for word in self.fields(other)]
+        made = [self._quoted(other)] if quoted else [_held(word) for word in self._fields(other, split=True)]
         if sign.endswith("="):
             self.variables[name] = [" ".join(made)]
         return made
@@ -330,10 +359,10 @@ class Values:
                 return word.removesuffix(old) + new if word.endswith(old) else word
             self.spend(word.count(old) * len(new) if old else 0)
             return word.replace(old, new, -1 if sign == "//" else 1) if old else word
-        self.spend(len(word) ** 2 // 100)  # each end is compared with the pattern
-        pattern = self.text(rest)
+        pattern = self.pattern(rest)
         ends = range(len(word) + 1)
         for end in ends if sign in ("#", "%%") else reversed(ends):
+            self.spend(_PIECE + len(word) // 10)
             if sign.startswith("#") and fnmatchcase(word[:end], pattern):
                 return word[end:]
             if sign.startswith("%") and fnmatchcase(word[end:], pattern):
@@ -343,7 +372,7 @@ class Values:
     def _substituted(self, text: str) -> list[str]:
         """Return the output of `$(echo x)` and `$(cat <<END ...)`; any other command stays as written."""
         inner = text[1:-1] if text.startswith("`") else text[2:-1]
-        self.spend(PARSED * len(inner))
+        self.spend(_EXPANSION + COMMANDS * len(inner))
         items = parse(inner)
         if not items:  # a comment between continued lines
             return []
@@ -362,6 +391,7 @@ class Values:
         """Return the text that a command reads from its here-document or here-string, without comment lines."""
         body = node.bodies[-1]
         text = body.text if body.literal else self.body(body.text)
+        self.spend(_EXPANSION + len(text))
         return re.sub(r"(?m)^[ \t]*#.*\n?", "", re.sub(r"\\[ \t]*\n", " ", text)).rstrip("\n")
 
     def read_into(self, node: Simple, words: list[str]) -> None:
@@ -379,11 +409,12 @@ class Values:
         self.variables |= {one: [*parts[at : at + 1], ""][:1] for at, one in enumerate(names)}
 
     def listed(self, raw: str) -> Sequence[str]:
-        """Return the words of a loop: those of `{1..5}` and `$(seq 5)`, too."""
-        if not (found := _RANGE.fullmatch(released(self.text(raw)))):
-            return self.fields(raw)
-        first, last = (found[1], found[2]) if found[1] else (found[3], found[4]) if found[4] else ("1", found[3])
-        return [str(number) for number in range(int(first), int(last) + 1)[:_MOST_VALUES]]
+        """Return the words of a loop: those of `$(seq 5)` and `{1..$N}`, too."""
+        text = released(self.text(raw))
+        if found := _SEQ.fullmatch(text):
+            first, last = (found[1], found[2]) if found[2] else ("1", found[1])
+            return [str(number) for number in range(int(first), int(last) + 1)[:_MOST_VALUES]]
+        return _sequence(text, _MOST_VALUES) or self.fields(raw)
 
     # ------------------------------------------------------------ assignments and numbers
 
@@ -405,15 +436,18 @@ class Values:
             self.doubts.append("IFS is not read: values are split at blanks")
         if subscript is not None:
             key, words = self.text(subscript), self.variables.get(name, [])
+            self.spend(len(words))
             if _WHOLE.fullmatch(key) and int(key) <= len(words) and not added:
                 self.variables[name] = [*words[: int(key)], self.text(value), *words[int(key) + 1 :]]
                 return
             name = f"{name}[{key}]"
         before = self.variables.get(name, []) if added else []
+        self.spend(len(before) + sum(map(len, before[:1])) // 100)
         if not value.startswith("("):
             self.variables[name] = [("".join(before[:1])) + self.text(value), *before[1:]]
             return
         words = []
+        self.spend(PARSED * len(value))
         for one in array_words(value):
             if element := re.fullmatch(r"\[([^\]]*)\]=(.*)", one, re.DOTALL):
                 self.variables[f"{name}[{self.text(element[1])}]"] = [self.text(element[2])]
@@ -434,19 +468,28 @@ class Values:
         if target:
             text = f"{target[1]} {target[2]} ({target[3]})" if target[2] else target[3]
         plain = re.sub(r"\$?\{?([A-Za-z_]\w*|(?<=[${])\d+)\}?", lambda name: self._digits(name[1]), text)
+        self.spend(PARSED * len(plain))
         value = computed(plain)
         if target:
             self.variables[target[1]] = [_held(f"$(({text.strip()}))") if value is None else str(value)]
         return value
 
     def _digits(self, name: str) -> str:
-        words = self._words(name, None)
-        return " ".join(words) if words else name
+        text = " ".join(self._words(name, None) or [name])
+        self.spend(_PIECE + len(text))
+        return text
 
 
-def _apart(text: str) -> list[str]:
-    """Return the parts of an unquoted value; an empty first or last one stands for a blank at that end."""
-    return re.split(r"[ \t\n]+", text)
+def _sequence(text: str, most: int) -> list[str]:
+    """Return the numbers or letters of `{1..3}`, `{01..10..3}` or `{c..a}`, `most` at most; none for another text."""
+    if not (found := _SEQUENCE.fullmatch(text)):
+        return []
+    first, last, letters, step = found.groups()
+    start, end = (ord(letters[0]), ord(letters[-1])) if letters else (int(first), int(last))
+    sign = 1 if start <= end else -1
+    numbers = range(start, end + sign, sign * (abs(int(step or 1)) or 1))[:most]
+    width = max(len(first), len(last)) if re.search(r"(?<!\d)0\d", f"{first} {last}") else 0
+    return [chr(number) if letters else f"{number:0{width}}" for number in numbers]
 
 
 def _held(text: str) -> str:

@@ -5,8 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
+from rlhf_contrib.openrlhf.redaction import is_secret
 from rlhf_contrib.openrlhf.shell import Command
 from rlhf_core.errors import ConfigError
+from rlhf_core.secrets.redaction import HIDDEN
 
 COMMANDS = {
     "train_sft": "sft",
@@ -313,6 +315,11 @@ class Given(NamedTuple):
         """Return the value as written; empty for a switch."""
         return " ".join(self.words)
 
+    @property
+    def shown(self) -> str:
+        """Return the value as a report shows it: without a secret."""
+        return HIDDEN if is_secret(self.flag) else self.text
+
 
 @dataclass(frozen=True)
 class Arguments:
@@ -364,7 +371,7 @@ def read_arguments(command: Command, *, lenient: bool) -> Arguments:
             unknown.append(found)
         else:
             rule = f"OpenRLHF's {command.module} has no such flag"
-            raise ConfigError(found.flag, found.text, rule, f"{_remedy(found.flag, list(known))}, or --lenient")
+            raise ConfigError(found.flag, found.shown, rule, f"{_remedy(found.flag, list(known))}, or --lenient")
     launcher = tuple(_split(command.launcher, {}))
     return Arguments(command.module, name, given, tuple(repeated), tuple(unknown), launcher)
 
@@ -386,33 +393,33 @@ def _without_unknown_values(flag: Flag, given: Given) -> tuple[Given, list[Given
     """Return a flag without words such as `$EXTRA` that it has no use for, since flags may be in them, and those words."""
     room = {"switch": 0, "value": 1, "many": len(given.words)}[flag.kind]
     extra = [word for word in given.words[room:] if word.startswith("$")]
-    kept = tuple(word for at, word in enumerate(given.words) if at < room or word not in extra)
+    kept = tuple(word for at, word in enumerate(given.words) if at < room or not word.startswith("$"))
     return Given(given.flag, kept), [Given(word, ()) for word in extra]
 
 
 def _split(words: Sequence[str], known: dict[str, Flag]) -> list[Given]:
     """Return each flag with the words up to the next one. A launcher's flags (not `known`) have at most one word."""
-    found: list[Given] = []
+    found: list[tuple[str, list[str]]] = []
     for word in words:
         flag, separator, value = word.partition("=")
         if word in LAUNCHER_SWITCHES and not known:
-            found.append(Given(word, ()))
+            found.append((word, []))
         elif word.startswith("--"):
-            found.append(Given(flag, (value,) if separator else ()))
+            found.append((flag, [value] if separator else []))
         elif known and not found:
-            found.append(Given(word, ()))
-        elif found and (known or not (found[-1].words or found[-1].flag in LAUNCHER_SWITCHES)):
-            found[-1] = Given(found[-1].flag, (*found[-1].words, word))
-    return [one for one in found if known or one.flag not in SYNTAX]
+            found.append((word, []))
+        elif found and (known or not (found[-1][1] or found[-1][0] in LAUNCHER_SWITCHES)):
+            found[-1][1].append(word)
+    return [Given(flag, tuple(values)) for flag, values in found if known or flag not in SYNTAX]
 
 
 def _check_words(flag: Flag, given: Given) -> None:
     if flag.kind == "switch" and given.words:
-        raise ConfigError(given.flag, given.text, "is a switch and takes no value", "remove the value")
+        raise ConfigError(given.flag, given.shown, "is a switch and takes no value", "remove the value")
     if flag.kind != "switch" and not given.words:
         raise ConfigError(given.flag, "", "needs a value", "add it")
     if flag.kind == "value" and len(given.words) > 1:
-        raise ConfigError(given.flag, given.text, "takes one value", "quote it, or remove the others")
+        raise ConfigError(given.flag, given.shown, "takes one value", "quote it, or remove the others")
 
 
 # ---------------------------------------------------------------- treatments

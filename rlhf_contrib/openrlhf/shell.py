@@ -12,13 +12,11 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from rlhf_contrib.openrlhf.expansion import PARSED, Values, double_test, released, test
+from rlhf_contrib.openrlhf.expansion import COMMANDS, Values, double_test, released, test
+from rlhf_contrib.openrlhf.redaction import ScriptSecrets
 from rlhf_contrib.openrlhf.syntax import ASSIGNMENT, Block, Branch, Item, Simple, assigned_names, leaves, parse
 from rlhf_core.errors import ConfigError
-
-HOLD_SECRETS = {"--use_wandb", "--logger.wandb.key"}
-"""Flags with a value that no report shows."""
-_SECRET = re.compile(rf"((?:{'|'.join(map(re.escape, sorted(HOLD_SECRETS)))})[= ]+)[^-\s]\S*")
+from rlhf_core.secrets.redaction import HIDDEN
 
 _MODULE = re.compile(r"openrlhf[./]cli[./](\w+?)(?:\.py)?$")
 _MENTION = re.compile(r"openrlhf[./]cli[./](\w+)")
@@ -31,8 +29,8 @@ _TESTS = {"[", "test", "[[", "((", "true", "false", ":"}
 _ARGUMENT = re.compile(r"\$(\d|OPTARG)")
 _DEEPEST = 20
 """Calls of functions inside each other."""
-_STEP = 100
-"""Characters that could be expanded in the time of a command."""
+_LOOK, _STEP, _COMMAND = 20, 100, 10_000
+"""Units of work for a word that is looked at, a command, and one of OpenRLHF, whose flags are translated."""
 _OTHERWISE = "the values in the script choose otherwise"
 
 
@@ -62,28 +60,32 @@ def read_commands(text: str) -> Script:
     if "\0" in text:
         raise ConfigError("script: has a NUL character, which no shell can read; remove it")
     text = text.replace("\r\n", "\n")
-    shell = _Shell()
+    shell = _Shell(ScriptSecrets(text))
     try:
         shell.script(text, 1)
         shell.functions_without_a_call()
     except RecursionError:
         raise ConfigError("script: its blocks are nested too deeply; give the commands alone") from None
-    missing = dict.fromkeys(_MENTION.findall(re.sub(r"(?m)^\s*#.*", "", text)))
+    missing = dict.fromkeys(_MENTION.findall(re.sub(r"(?m)^[ \t]*#.*", "", text)))
+    found = {command.module for command in shell.commands}
     for module in missing:
-        if module not in {command.module for command in shell.commands}:
+        if module not in found:
             shell.note(0, f"openrlhf.cli.{module} is named, but no command of it was found; give that command alone")
     commands = [
         Command(one.module, *(tuple(map(released, words)) for words in (one.launcher, one.words)))
         for one in shell.commands
     ]
     values = {name: released(" ".join(words)) for name, words in shell.values.variables.items()}
-    return Script(commands, values, shell.relevant_notes())
+    texts = [*(" ".join(one.words) for one in commands), *map("=".join, values.items())]
+    shell.secrets.read("\n".join(texts))
+    return Script(commands, values, shell.secrets.hide(shell.relevant_notes(), shell.values.spend))
 
 
 class _Shell:
     """A reader of a script in the order in which a shell runs it."""
 
-    def __init__(self) -> None:
+    def __init__(self, secrets: ScriptSecrets) -> None:
+        self.secrets = secrets
         self.values = Values()
         self.commands: list[Command] = []
         self._notes: list[tuple[str, set[str] | None]] = []
@@ -99,7 +101,8 @@ class _Shell:
 
     def note(self, line: int, text: str, names: set[str] | None = None) -> None:
         """Add a note; with `names`, one that matters only if the script uses one of these variables."""
-        shown = _SECRET.sub(r"\1***", released(text))
+        shown = released(text)
+        self.values.spend(_STEP + len(shown))
         self._notes.append((f"line {line}: {shown}" if line else shown, names))
 
     def relevant_notes(self) -> list[str]:
@@ -113,7 +116,7 @@ class _Shell:
 
     def script(self, text: str, line: int) -> bool | None:
         """Read a script that begins at a line; return its status as `_items` does."""
-        self.values.spend(PARSED * len(text))
+        self.values.spend(_STEP + COMMANDS * len(text))
         outside, self._before, self._follows = (self._before, self._follows), [], False
         status = self._items(parse(text, line))
         self._before, self._follows = outside
@@ -190,7 +193,7 @@ class _Shell:
         if "*" in branch.patterns:
             return True
         text = self.values.text(subject)
-        patterns = [self.values.text(pattern) for pattern in branch.patterns]
+        patterns = [self.values.pattern(pattern) for pattern in branch.patterns]
         if any("$" in one for one in (text, *patterns)):
             return None
         return any(fnmatchcase(text, pattern) for pattern in patterns)
@@ -201,29 +204,38 @@ class _Shell:
         self.values.spend(_STEP + 10 * len(before))
         self._items(items)
         for name, words in list(variables.items()):
+            if words is before.get(name):
+                continue
             new, old = " ".join(words), " ".join(before.get(name, []))
+            shown = HIDDEN if self.secrets.holds(name) else new
             if name in before and words != before[name]:
                 variables[name] = before[name]
             elif name not in before and _ARGUMENT.search(new):
                 del variables[name]
             else:
                 if name not in before:
-                    text = f"{name}={new} ({what}) is read: the script leaves open whether it runs"
+                    text = f"{name}={shown} ({what}) is read: the script leaves open whether it runs"
                     self._kept.setdefault(name, f"line {line}: {text}")
                 continue
-            change = f"{name}+={new.removeprefix(old)}" if old and new.startswith(old) else f"{name}={new}"
+            change = f"{name}+={shown.removeprefix(old)}" if old and shown.startswith(old) else f"{name}={shown}"
             text = f"{change} ({what}) is not read: the script leaves open whether it runs"
             self.note(line, text, {name.partition("[")[0]})
 
     def _skipped(self, line: int, what: str, items: Sequence[Item]) -> None:
         """Add a note on commands that do not run with the values of the script, if they could matter."""
-        nodes = list(leaves(items))
+        nodes = self._leaves(items)
         mentioned = [one for node in nodes for text in node.texts() for one in _MENTION.findall(text)]
         if mentioned:
             self.note(line, f"{', '.join(mentioned)} ({what}) is not read: {_OTHERWISE}")
-        assigned = [word for node in nodes for word in node.words if ASSIGNMENT.fullmatch(word)]
+        assigned = [found for node in nodes for word in node.words if (found := ASSIGNMENT.fullmatch(word))]
         if assigned:
-            self.note(line, f"{'; '.join(assigned)} ({what}) is not read: {_OTHERWISE}", assigned_names(assigned))
+            shown = [f"{one[1]}={HIDDEN}" if self.secrets.holds(one[1]) else one[0] for one in assigned]
+            self.note(line, f"{'; '.join(shown)} ({what}) is not read: {_OTHERWISE}", {one[1] for one in assigned})
+
+    def _leaves(self, items: Sequence[Item]) -> list[Simple]:
+        nodes = list(leaves(items))
+        self.values.spend(sum(_STEP + sum(map(len, node.texts())) for node in nodes))
+        return nodes
 
     # ------------------------------------------------------------ loops
 
@@ -242,7 +254,7 @@ class _Shell:
         else:
             self._maybe(block.line, what, branch.body)
         if runs or len(self.commands) > number:
-            names = assigned_names(word for node in leaves(branch.body) for word in node.words)
+            names = assigned_names(word for node in self._leaves(branch.body) for word in node.words)
             text = f"the commands of {what} are read once"
             self.note(block.line, text, None if len(self.commands) > number else names)
 
@@ -256,6 +268,7 @@ class _Shell:
             return
         raw = block.head[2:] if len(block.head) > 1 else ('"$@"',)
         values = [value for word in raw for value in self.values.listed(word)]
+        self.secrets.read("\n".join(f"{name}={value}" for value in values))
         if not values:
             self._skipped(block.line, f"for {name} in nothing", body)
         number = len(self.commands)
@@ -279,8 +292,10 @@ class _Shell:
             number = self.values.number(node.words[1])
             return None if number is None else number != 0
         if node.words and node.words[0] == "[[":
-            self.values.spend(PARSED * len(node.words[1]))
-            return None if re.search(r"[<>]|=~", node.words[1]) else double_test(parse(node.words[1]), self.values.text)
+            self.values.spend(COMMANDS * len(node.words[1]))
+            return (
+                None if re.search(r"[<>]|=~", node.words[1]) else double_test(parse(node.words[1]), self.values.pattern)
+            )
         number = next((at for at, word in enumerate(node.words) if not ASSIGNMENT.fullmatch(word)), len(node.words))
         assigned, words = node.words[:number], node.words[number:]
         if not words or words[0] in _DECLARERS:
@@ -317,6 +332,7 @@ class _Shell:
             case "set":
                 self.values.arguments = words[words.index("--") + 1 :] if "--" in words else self.values.arguments
             case "shift" if self.values.arguments and (*words, "1")[1].isdecimal():
+                self.values.spend(len(self.values.arguments))
                 self.values.arguments = self.values.arguments[int((*words, "1")[1]) :]
             case "let":
                 for word in words[1:]:
@@ -339,6 +355,7 @@ class _Shell:
     def _reads(self, node: Simple, words: list[str]) -> bool:
         """Read the here-document of a command, into a variable or as a script; return whether it is either."""
         body = node.bodies[-1]
+        self.values.spend(len(body.text))
         if words[0] in ("read", "mapfile", "readarray"):
             self.values.read_into(node, words)
         elif _MENTION.search(body.text):
@@ -390,9 +407,12 @@ class _Shell:
 
     def _find(self, words: list[str], line: int) -> bool:
         """Add the OpenRLHF command among the words, or those of a script in one of them; return whether it is one."""
+        self.values.spend(_LOOK * len(words) + sum(map(len, words)))
         for number, word in enumerate(words):
             if found := _MODULE.search(word):
-                self.commands.append(Command(found[1], tuple(words[:number]), tuple(words[number + 1 :])))
+                self.values.spend(_COMMAND)
+                launcher = tuple(map(self.secrets.hidden, words[:number]))
+                self.commands.append(Command(found[1], launcher, tuple(words[number + 1 :])))
                 return True
             if _INSIDE.search(word) and not word.startswith(("$", "`")):
                 self.script(word, line)

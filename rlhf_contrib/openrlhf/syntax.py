@@ -17,10 +17,11 @@ from rlhf_core.errors import ConfigError
 
 ENDS_WORD = " \t\n;&|()<>"
 _ARRAY = re.compile(r"[A-Za-z_]\w*\+?=")
+_NO_ARGUMENTS = re.compile(r"\([ \t]*\)")
 _PARAMETER = re.compile(r"\$(?:[A-Za-z_]\w*|[0-9@*#?$!-])")
-_PLAIN = re.compile(r"[\w./=:,%+@*?^~-]+")
-"""A run of characters that neither end a word, a pattern or a bracket nor begin one."""
-PLAIN_IN_QUOTES = re.compile(r'[^"$`\\]+')
+_PLAIN = re.compile(r"[\w./=:%+@*?^~-]+")
+"""A run of characters that neither end a word, a pattern, a bracket or a part of one nor begin one."""
+_PLAIN_IN_QUOTES = re.compile(r'[^"$`\\]+')
 _NO_WORDS = re.compile(r"(?:[ \t]|\\\n|\\[ \t]+(?=[#\n]))*(?:#[^\n]*)?")
 """Blanks, joined lines, a comment; also a backslash that was meant to join lines, but for what is behind it."""
 
@@ -60,8 +61,8 @@ class Scanner:
     def _goes_on(self, start: int) -> bool:
         """Return whether the bracket at the cursor belongs to the word: an array, a pattern or `<(...)`."""
         if self.text[self.at] == "(":
-            before = self.text[start : self.at]
-            return bool(_ARRAY.fullmatch(before)) or before.endswith(("?", "*", "+", "@", "!"))
+            before = self.text[max(start, self.at - 1) : self.at]
+            return before in (*"?*+@!",) or bool(_ARRAY.fullmatch(self.text, start, self.at))
         return self.text[self.at] in "<>" and self.text[self.at + 1 : self.at + 2] == "("
 
     def array(self) -> list[str]:
@@ -100,17 +101,22 @@ class Scanner:
 
     def _double_quoted(self) -> None:
         start, self.at = self.at, self.at + 1
-        while (char := self.peek()) != '"':
+        while self.peek() != '"':
             if self.at + 1 >= len(self.text):
                 self.at = start
                 raise self.open('"', "quote")
-            if char in "$`":
-                self.dollar(quoted=True)
-            elif found := PLAIN_IN_QUOTES.match(self.text, self.at):
-                self.at = found.end()
-            else:
-                self.at += 2 if char == "\\" else 1
+            self.quoted_piece()
         self.at += 1
+
+    def quoted_piece(self) -> None:
+        """Consume an escape, an expansion, a run of plain characters or one other character inside double quotes."""
+        char = self.text[self.at]
+        if char in "$`":
+            self.dollar(quoted=True)
+        elif found := _PLAIN_IN_QUOTES.match(self.text, self.at):
+            self.at = found.end()
+        else:
+            self.at += 2 if char == "\\" else 1
 
     def dollar(self, *, quoted: bool) -> None:
         """Consume an expansion: `$x`, `${x}`, `$(x)`, `$((x))`, backticks, `$'x'`, `$"x"`."""
@@ -132,6 +138,9 @@ class Scanner:
         elif self.text.startswith("$'", self.at) and not quoted:
             self.at += 1
             self._until("'", escapes=True)
+        elif self.text.startswith('$"', self.at) and not quoted:
+            self.at += 1
+            self._double_quoted()
         else:
             found = _PARAMETER.match(self.text, self.at)
             self.at = found.end() if found else self.at + 1
@@ -230,6 +239,10 @@ ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(?:\[([^\]]*)\])?(\+?)=(.*)", re.DOTALL)
 _REDIRECTION = re.compile(r"(\d*|\{\w+\})(&>>|&>|<<<|<<-|<<|<&|<>|<(?!\()|>>|>&|>\||>(?!\())")
 
 
+_OPENER = re.compile(r"(?:if|while|until|for|select|case|function|\[\[|\{)(?![^ \t\n;&|()<>])|\(")
+_OPERATOR = re.compile(r"(&&|\|\|)|;;&|;[;&]?|\|&?|&(?!>)|\)|(?:then|do|done|fi|esac|\})(?![^ \t\n;&|()<>])")
+
+
 @dataclass(frozen=True)
 class Simple:
     """A simple command: its words, the texts that it reads, and whether its output goes to a file.
@@ -283,27 +296,32 @@ def parse(text: str, line: int = 1) -> tuple[Item, ...]:
     return _Parser(text, line).items()
 
 
-def dollar_end(text: str, at: int, *, quoted: bool) -> int:
-    """Return where the expansion ends that begins with the `$` or backtick at `at`."""
-    scan = _Parser(text, 1).scan
-    scan.at = at
-    scan.dollar(quoted=quoted)
-    return min(scan.at, len(text))
-
-
 def array_words(text: str) -> list[str]:
     """Return the words, as written, of an array `(...)`."""
     return _Parser(text, 1).scan.array()
 
 
+def pieces(text: str, *, quoted: bool = False) -> list[str]:
+    """Return the quotations, escapes, expansions, runs of plain characters and other characters of a word as written."""
+    scan = _Parser(text, 1).scan
+    found = []
+    while scan.at < len(text):
+        start = scan.at
+        scan.quoted_piece() if quoted else scan.piece()
+        found.append(text[start : scan.at])
+    return found
+
+
 def leaves(items: Sequence[Item]) -> Iterator[Simple]:
     """Yield the simple commands of a list and of the blocks in it."""
-    for item in items:
-        if isinstance(item.node, Simple):
-            yield item.node
+    rest = [*reversed(items)]
+    while rest:
+        node = rest.pop().node
+        if isinstance(node, Simple):
+            yield node
         else:
-            for branch in item.node.branches:
-                yield from leaves((*branch.condition, *branch.body))
+            for branch in reversed(node.branches):
+                rest += reversed((*branch.condition, *branch.body))
 
 
 def assigned_names(words: Iterable[str]) -> set[str]:
@@ -340,17 +358,12 @@ class _Parser:
 
     def _operator(self) -> str:
         """Consume an operator between commands, or a closer that nothing opened; return "" if there is none."""
-        for sign in ("&&", "||", ";;&", ";;", ";&", "|&", ";", "|", ")"):
-            if self.scan.text.startswith(sign, self.scan.at):
-                self.scan.at += len(sign)
-                return sign if sign in ("&&", "||") else ";"
         if self.scan.peek() == "\n":
             self.scan.newline()
             return "\n"
-        if self.scan.peek() == "&" and not self.scan.text.startswith("&>", self.scan.at):
-            self.scan.at += 1
-            return ";"
-        return ";" if any(self.scan.takes(word) for word in ("then", "do", "done", "fi", "esac", "}")) else ""
+        found = _OPERATOR.match(self.scan.text, self.scan.at)
+        self.scan.at = found.end() if found else self.scan.at
+        return (found[1] or ";") if found else ""
 
     def _node(self) -> Simple | Block:
         line = self.scan.line()
@@ -361,6 +374,8 @@ class _Parser:
         return block
 
     def _block(self, line: int) -> Simple | Block | None:
+        if not _OPENER.match(self.scan.text, self.scan.at):
+            return None
         if self.scan.takes("if"):
             return self._if(line)
         for kind in ("while", "until"):
@@ -479,7 +494,7 @@ class _Parser:
         while True:
             to_file = self._redirections(bodies) or to_file
             char = self.scan.peek()
-            if char == "(" and len(words) == 1 and re.match(r"\([ \t]*\)", self.scan.text[self.scan.at :]):
+            if char == "(" and len(words) == 1 and _NO_ARGUMENTS.match(self.scan.text, self.scan.at):
                 return self._function(line, words[0])
             if char in (*"\n;|&()", ""):
                 return Simple(line, tuple(words), bodies, to_file)

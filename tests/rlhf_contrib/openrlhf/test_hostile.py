@@ -86,6 +86,7 @@ def test_an_effect_would_be_seen(tmp_path):
     assert {"subprocess.Popen", "open", "os.kill", "socket.__new__"} <= found
 
 
+LOOPS, ENDS = "for i in {1..1000}; do for j in {1..1000}; do ", "; done; done\n"
 ENDLESS = {
     "doubled": "A=x\n" + "A=$A$A\n" * 60,
     "doubled in a loop": "A=x\nfor i in {1..60}; do A=$A$A; done\n",
@@ -99,6 +100,16 @@ ENDLESS = {
     "calls": "f() { f; f; }\nf\n",
     "blocks": "A=" + "$(" * 20_000 + "x" + ")" * 20_000 + "\n",
     "eval": "A='eval $A'\neval $A\n",
+    "braces": "A=1\n: " + "{a,b}" * 100 + "\n",
+    "a range": ": {1..999999999999}{1..999999999999}\n",
+    "arrays in loops": f"{LOOPS}A=({'ab ' * 100}){ENDS}",
+    "here-documents in loops": f"{LOOPS}\ncat <<EOF > x\n{'line $i ' * 100}\nEOF\n{ENDS}",
+    "scripts in loops": f"{LOOPS}eval A=$(echo $(echo $i)){ENDS}",
+    "branches in loops": f"{LOOPS}false && {{ {'A=xyz; ' * 300} }}{ENDS}",
+    "flags on lines of their own": "ls\n" + "-a\n" * 40_000,
+    "commands": f"f() {{ {CALL}; }}\n" + "f\n" * 50_000,
+    "elements": f"A=({'a ' * 9000})\n{LOOPS}A[5]=x{ENDS}",
+    "blank lines": "\n" * 1_000_000,
 }
 
 

@@ -1,3 +1,4 @@
+import re
 import subprocess
 
 import pytest
@@ -106,6 +107,31 @@ def test_words_are_those_that_bash_passes(script, tmp_path):
     assert read == passed
 
 
+BRACES = r"""
+{a,b}.jsonl {1..3} x{1..3}y {a,b}{c,d} {a,{b,c}} a{b{c,d},e}f {a} {} {,} x{,} x{,a}y {a,b {a,b}} {{a,b},c}
+'{a,b}' "{a,b}" {'a,b',c} {"a b",c} {a\,b,c} \{a,b} {a,b\} {a,b}'{c,d}' {"{a,b}",c} {a,b}$'\t'{c,d} {a,b}"{c,d}"{e,f}
+{1..10..3} {10..1..3} {01..03} {-1..1} {3..1} {a..e} {e..a..2} {A..C} {a..3} {1..b} {1..3..0} {1...3} {1..} {-01..1} {00..2}
+{1..03} {08..11} {1..2..x} {1..2}..3} {a..c..2}x {2..1}{1..2} {5..5} {{1..3}} {{1..2},x} {a..c,d} {1..3}.{x,y}
+a,b {a,b},c x{1..2}{a} {a}{1..2} {a,b{c} {a,,b} {{},a} {a,{}} {}{a,b} {a,b}{} {,a}{,b} {{{a}}} {a,b}} --a={1,2}
+${X-{a,b}} ${X-a,b} {${X-a},b} ${X-a}{b,c} "${X-{a,b}}"{c,d} $(echo {a,b}) {$(echo a,b),c} {`echo a`,b} a{b,c}$((1+2)) {a,b}=c
+"""
+
+
+def test_braces_make_the_words_that_they_make_in_bash():
+    table = re.findall(r"(?:\$\([^)]*\)+|`[^`]*`|\"[^\"]*\"|\S)+", BRACES)
+    script = "p() { for w; do printf '%s\\0' \"$w\"; done; printf '\\1'; }\n" + "\n".join(f"p {word}" for word in table)
+    run = subprocess.run(["bash", "-c", script], env={"PATH": "/usr/bin:/bin"}, capture_output=True, check=True)
+    expected = [tuple(one.split("\0")[:-1]) for one in run.stdout.decode().split("\1")[:-1]]
+    assert len(table) == 75 and dict(zip(table, [words(f"{CALL} {word}") for word in table], strict=True)) == dict(
+        zip(table, expected, strict=True)
+    )
+
+
+def test_braces_are_characters_where_bash_does_not_expand_them(tmp_path):
+    script = f'A={{a,b}}; B="{{a,b}}"; C=${{C:-{{c,}}}}\nD=({{a,b}}.x {{1..2}})\n{CALL} $A $B "$C" "${{D[@]}}" {{$A,c}}'
+    assert words(script) == ("{a,b}", "{a,b}", "{c,}", "a.x", "b.x", "1", "2", "{a,b}", "c")
+
+
 @pytest.mark.parametrize(
     ("script", "expected", "note"),
     [
@@ -126,6 +152,8 @@ def test_words_are_those_that_bash_passes(script, tmp_path):
             "the commands of for a are read with 1 alone, not with 2",
         ),
         (f"for i in {{1..3}}; do {CALL} --a $i; done", ("--a", "1"), "read with 1 alone, not with 2, 3"),
+        (f"for d in {{a,b}}.jsonl; do {CALL} --a $d; done", ("--a", "a.jsonl"), "with a.jsonl alone, not with b.jsonl"),
+        (f"for i in {{c..a}}; do {CALL} --a $i; done", ("--a", "c"), "read with c alone, not with b, a"),
         (f"while true; do {CALL} --a 1; done", ("--a", "1"), "the commands of while true are read once"),
         (
             f"[ -f x ] && A=--b\n{CALL} --a 1 $A",
@@ -221,7 +249,7 @@ def test_a_note_shows_no_key_of_a_tracker(flag):
     assert "***" in note and "secret" not in note and "--seed 3" in note
 
 
-@pytest.mark.parametrize("pattern", ["data/*.jsonl", "{a,b}.jsonl", "{a..c}", "part-?.jsonl", "part-[0-9].jsonl"])
+@pytest.mark.parametrize("pattern", ["data/*.jsonl", "{a..$N}", "part-?.jsonl", "part-[0-9].jsonl"])
 def test_a_loop_over_a_pattern_is_announced(pattern):
     script = read_commands(f"for d in {pattern}; do {CALL} --dataset $d; done")
     assert len(script.commands) == 1 and [note for note in script.notes if pattern in note]

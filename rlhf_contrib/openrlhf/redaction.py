@@ -1,0 +1,73 @@
+"""Hide the secrets of a script, such as a key of W&B, in what is shown of it."""
+
+import re
+from collections.abc import Callable, Iterable
+
+from rlhf_core.secrets.redaction import HIDDEN, is_secret_name, without_secrets
+
+_HOLD_SECRETS = {"--use_wandb", "--logger.wandb.key", "wandb login"}
+_NO_KEY = re.compile(r".{0,3}|true|false|none", re.IGNORECASE)
+"""Values that are hidden after their flag alone: `0` and `me` occur in other settings."""
+_VARIABLE = re.compile(r"\$\{?(\w+)(?::?[-=+?])?")
+_GIVEN = re.compile(
+    r"""
+    (?<![\w.-]) ((--|wandb\ )[\w.-]++ | [A-Za-z_]\w*+)   # --flag VALUE, or NAME=VALUE, NAME:-VALUE, "NAME": "VALUE"
+    ((?(2) [=\s,\\] (?:[=\s,\\"'] | \$(?=["']))*+
+         | (?:\[[^\]\s]{0,99}\])? (?:\+?=\(? | :[-=] | \\*["']:\s{0,9}) (?:[\\"'] | \$(?=["']))*+))
+    (?!-) ([^\s"'\\;&|()<>}]+)
+    """,
+    re.VERBOSE,
+)
+"""Name of a flag or variable, the text between, and its value. Each repetition is possessive: the text may be hostile."""
+
+
+def is_secret(name: str) -> bool:
+    """True for a flag or variable whose value is a secret by its name.
+
+    >>> [is_secret(name) for name in ("--use_wandb", "WANDB_API_KEY", "HF_TOKEN", "INPUT_KEY", "--placeholder_token")]
+    [True, True, True, False, False]
+    """
+    return name in _HOLD_SECRETS or is_secret_name(name.lower())
+
+
+class ScriptSecrets:
+    """Variables of a script that hold secrets, and the values, also in parts that are not read as commands."""
+
+    def __init__(self, text: str) -> None:
+        self._names: set[str] = set()
+        self._values: set[str] = set()
+        self.read(text)
+
+    def read(self, text: str) -> None:
+        """Find the flags and variables with secrets in a text, and the variables from which these have their values."""
+        given: dict[str, list[str]] = {}
+        for name, _, _, value in _GIVEN.findall(text):
+            given.setdefault(name, []).append(value)
+        names = [*filter(self.holds, given)]
+        while names:
+            name = names.pop()
+            self._names.add(name)
+            for value in given.pop(name, ()):
+                names += _VARIABLE.findall(value)
+                self._values.update(one for one in _VARIABLE.sub(" ", value).split() if not _NO_KEY.fullmatch(one))
+
+    def holds(self, name: str) -> bool:
+        """True for a flag, variable or element of an array that holds a secret."""
+        name = name.partition("[")[0]
+        return name in self._names or is_secret(name)
+
+    def hidden(self, text: str) -> str:
+        """`text` without the values of flags and variables that hold secrets, and without anything like a secret."""
+
+        def shown(found: re.Match[str]) -> str:
+            return f"{found[1]}{found[3]}{HIDDEN}" if self.holds(found[1]) and found[4][0] != "$" else found[0]
+
+        return _GIVEN.sub(shown, without_secrets(text))
+
+    def hide(self, texts: Iterable[str], spend: Callable[[int], None]) -> list[str]:
+        """The texts without secrets; `spend` gets the work."""
+        made = [self.hidden(text) for text in texts]
+        spend(len(self._values) * sum(len(text) // 20 + 1 for text in made))
+        for value in sorted(self._values, key=len, reverse=True):
+            made = [text.replace(value, HIDDEN) for text in made]
+        return made
