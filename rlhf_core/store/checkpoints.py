@@ -10,7 +10,6 @@ the system drops if the process dies. The note is removed when the part is whole
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
 import logging
@@ -103,10 +102,10 @@ def _write(note: Path, held: BinaryIO, write: Callable[[], None]) -> None:
 
 
 def _note_failure(note: Path, held: BinaryIO, error: BaseException) -> None:
-    with contextlib.suppress(FileNotFoundError):  # the folder has been removed meanwhile
+    with suppress(FileNotFoundError):  # the folder has been removed meanwhile
         # A full disk may have no room for a reason: an empty note means a full disk.
         if not disk_is_full(error, note.parent):
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 os.write(held.fileno(), f"{type(error).__name__}: {error}".encode()[:2000])
         note.rename(note.with_name(_FAILED + note.name.removeprefix(_WRITING)))
 
@@ -141,7 +140,7 @@ def _bytes(folder: Path) -> int:
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:
-            with contextlib.suppress(FileNotFoundError):  # notes are created and removed at any time
+            with suppress(FileNotFoundError):  # notes are created and removed at any time
                 total += Path(parent, name).lstat().st_size
     return total
 
@@ -202,12 +201,7 @@ class Checkpoints:
 
     def latest(self) -> Checkpoint | None:
         """Return the newest complete checkpoint; unreadable ones are skipped with a warning. Reads no large file."""
-        self.settle()
-        for folder in sorted(self._folders(), reverse=True):
-            checkpoint = _read(folder)
-            if checkpoint is not None:
-                return checkpoint
-        return None
+        return self.to_resume(lambda folder: "")
 
     def to_resume(self, damage: Callable[[Path], str]) -> Checkpoint | None:
         """Return the newest complete checkpoint after verifying every byte; damaged ones are skipped with a warning.

@@ -7,7 +7,6 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,8 @@ from rlhf_core.store.layout import (
     move_aside,
     remove_tree,
     temporary_for,
-    write_json,
 )
-from rlhf_core.store.object_check import object_damage
+from rlhf_core.store.object_check import object_damage, write_manifest
 from rlhf_core.store.protocol import (
     Conflict,
     Damaged,
@@ -155,8 +153,7 @@ class DiskStore:
         files, because a process that took the key over has removed them.
         """
         target = self._object(digest)
-        manifest = {"schema": 1, "files": {path: asdict(entry) for path, entry in files.items()}}
-        write_json(folder / MANIFEST, manifest)
+        write_manifest(folder, files)
         fsync_tree(folder)
         make_folder(target.parent)
         with self._lock():

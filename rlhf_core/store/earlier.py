@@ -92,22 +92,6 @@ class EarlierBucketStore(BucketStore):
         self._times: dict[str, float] | None = None
         """Path -> time of the last write of the files with schema 1, listed once."""
 
-    def write(
-        self,
-        name: str,
-        value: Mapping[str, Any],
-        expected: str | None,
-        *,
-        refers: Collection[str] = (),
-    ) -> StoredTable:
-        """An earlier table has no version at the new place: the write creates the table."""
-        is_earlier = expected is not None and expected.startswith(_EARLIER)
-        return super().write(name, value, None if is_earlier else expected, refers=refers)
-
-    def remove(self, name: str, expected: str) -> None:
-        """The value of a removed table hides the files with schema 1."""
-        self.write(name, {"removed": True}, expected)
-
     def tables(self, prefix: str, *, damaged: list[DamagedTable] | None = None) -> Iterator[StoredTable]:
         """The tables, and the files with schema 1 whose tables do not exist yet."""
         found = {table.name: table for table in self._tables(f"tables/{prefix}", damaged)}
@@ -151,8 +135,7 @@ class EarlierBucketStore(BucketStore):
             raise Gone("artifact", digest[:12], f"is not in {self.uri}", "run again to make it again")
         manifest = json.loads(self._again(lambda: self.earlier.get(f"objects/{digest}.json"))[0])
         files = {path: FileEntry(int(one["size"]), str(one["sha256"])) for path, one in manifest["files"].items()}
-        part = self.folder / "earlier" / digest
-        remove_tree(part)
+        part = self.scratch()
         self._download({path: ("blobs/", one) for path, one in files.items()}, part, self.earlier)
         self.add(digest, part, files)
         self.settle(digest, part, files)
@@ -165,6 +148,11 @@ class EarlierBucketStore(BucketStore):
         if found is not None or known is not None or not name.startswith("tables/"):
             return found
         return self._earlier_table(name.removeprefix("tables/"))
+
+    def _write(self, name: str, value: Mapping[str, Any], expected: str | None) -> StoredTable:
+        """An earlier table has no version at the new place: the write creates the table, or a removed one, which hides it."""
+        is_earlier = expected is not None and expected.startswith(_EARLIER)
+        return super()._write(name, value, None if is_earlier else expected)
 
     def _get(self, name: str) -> tuple[bytes, StoredTable] | None:
         """A table, or else the files with schema 1."""

@@ -165,7 +165,7 @@ class Lease:
                 raise
             try:
                 when_added()
-                table = self.update(lambda value: _without(value, "aside") | {"record": dict(record)}, refers=[digest])
+                table = self.update(lambda value: without(value, "aside") | {"record": dict(record)}, refers=[digest])
                 break
             except Gone:  # removed by a collection, because this process stood still between the two
                 if not out.exists():
@@ -178,7 +178,7 @@ class Lease:
         """Remove the checkpoints of a key that has a result, or whose attempt starts over."""
         last = self.latest().value.get("work") or {}
         if last:
-            self.update(lambda value: _without(value, "work"))
+            self.update(lambda value: without(value, "work"))
             self.store.drop_work(self.key, last, {})
 
     def _ours(self, value: dict[str, Any]) -> dict[str, Any]:
@@ -216,7 +216,7 @@ def hold(
         _HELD.discard(lease.token)  # even if the release fails, this process never waits for itself
         try:
             with suppress(Lost):
-                lease.update(lambda value: _without(value, "lease"))
+                lease.update(lambda value: without(value, "lease"))
         except (ArtifactError, OSError) as error:  # the result is stored: others wait until the lease is silent
             logger.warning("could not release lease %s: %s", key[:12], error)
 
@@ -242,14 +242,15 @@ def owner_in(value: Mapping[str, Any]) -> Owner | None:
     return Owner(**value["lease"]) if value.get("lease") else None
 
 
+def without(value: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The value of a table without one of its members."""
+    return {one: content for one, content in value.items() if one != name}
+
+
 def ourselves() -> Owner:
     """This process as an owner, with a new token."""
     started = process_stat(os.getpid())
     return Owner(*here(), os.getpid(), -1 if started is None else started[1], secrets.token_hex(16))
-
-
-def _without(value: Mapping[str, Any], name: str) -> dict[str, Any]:
-    return {one: content for one, content in value.items() if one != name}
 
 
 def _is_local(owner: Owner) -> bool:

@@ -65,9 +65,6 @@ def bring_work(lease: Lease, folder: Path) -> None:
     if not work or work["attempt"] <= max(numbers, default=0):
         return
     brought = lease.load_work(work)
-    for parent, _, names in os.walk(brought):
-        for path in (Path(parent), *(Path(parent, name) for name in names)):
-            path.chmod(path.stat().st_mode | 0o200)
     make_folder(folder)
     fsync_tree(brought)
     brought.rename(folder / f"work-{work['attempt']}")
