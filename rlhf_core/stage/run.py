@@ -20,12 +20,12 @@ from rlhf_core.stage.decision import (
     starts_over,
     target_of,
 )
+from rlhf_core.stage.failures import failure_settings
 from rlhf_core.stage.key import StageSpec, Strictness, stage_module
 from rlhf_core.store import attempts
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.attempts import Attempt, AttemptFolder, Status
 from rlhf_core.store.checkpoints import Checkpoints
-from rlhf_core.store.failures import failure_settings
 from rlhf_core.store.layout import CHECKPOINTS, naming_disk_errors
 from rlhf_core.store.leases import Lease, Lost, Owner
 from rlhf_core.store.records import KeyRecord

@@ -4,7 +4,6 @@ The record, written last and by compare-and-set, is the only commit point. A cra
 complete one. Stages get folders; whether the store lies on a disk or in a bucket is hidden behind `rlhf_core.store.protocol`.
 """
 
-import json
 import logging
 import os
 import shutil
@@ -275,8 +274,7 @@ class ArtifactStore:
             files = _seal(out)
             handle = _handle(kind, files, children, tuple(parents))
             digest = object_digest(handle)
-            facts = KeyRecord(key=lease.key, handle=handle, **dict(record)).to_json()
-            stored = stored_record(json.loads(json.dumps(facts)))
+            stored = stored_record(KeyRecord(key=lease.key, handle=handle, **dict(record)).to_json())
 
             def protect() -> None:
                 if pin:
@@ -304,7 +302,7 @@ class ArtifactStore:
             if tree_digest(files) != digest:
                 remedy = "run `rlhf store verify` on the store that it is from"
                 raise ArtifactError("artifact", digest[:12], "has other content than its digest says", remedy)
-            lease.commit(digest, out, files, stored_record(json.loads(json.dumps(record.to_json()))))
+            lease.commit(digest, out, files, stored_record(record.to_json()))
         return True
 
     # ------------------------------------------------------------ upkeep
