@@ -281,6 +281,28 @@ class BucketStore:
             *aside, live = found.value["aside"]
             self._write(found.name, found.value | {"live": live, "aside": aside}, found.version)
 
+    def delete_aside(self, before: float, *, dry_run: bool) -> Iterator[StoredObject]:
+        """Remove the generations from the tables of their objects first, and delete their files afterwards."""
+        for table in self._tables("objects/"):
+            digest, state = table.name.partition("/")[2], table.value
+            aside = state.get("aside", [])
+            if aside and table.written < before:
+                one = StoredObject(
+                    digest, table.version, table.written, condemned=True, bytes=_size(state) * len(aside)
+                )
+                if dry_run or self._mark(one, lambda state: state | {"aside": []}) is not None:
+                    yield one
+                    self._delete_generations(digest, () if dry_run else aside)
+        for name, version, written, size in self._again(lambda: list(self.server.list("quarantine/"))):
+            if written < before:
+                yield StoredObject(name, version, written, condemned=True, bytes=size)
+                self._delete(() if dry_run else [name])
+
+    def _delete_generations(self, digest: str, generations: Iterable[str]) -> None:
+        """Delete files of an object under generations that its table names no longer."""
+        for one in generations:
+            self._delete(self._names(f"data/{digest}-{one}/"))
+
     def _live(self, digest: str) -> StoredTable:
         """The table of a stored object. Raises Gone if it has no live generation."""
         found = self._read(f"objects/{digest}")
@@ -380,8 +402,7 @@ class BucketStore:
         for table in self._tables("objects/"):
             digest, state = table.name.partition("/")[2], table.value
             if digest not in but and _generations(state):
-                size = sum(size for size, _ in state.get("files", {}).values())
-                yield StoredObject(digest, table.version, table.written, state["condemned"], size)
+                yield StoredObject(digest, table.version, table.written, state["condemned"], _size(state))
 
     def condemn(self, one: StoredObject) -> bool:
         """Mark the version that was listed, and no other."""
@@ -390,8 +411,7 @@ class BucketStore:
     def delete(self, one: StoredObject) -> bool:
         """Remove the table of an object first, and then the files of the generations that it named."""
         before = self._mark(one, lambda state: _NO_OBJECT)
-        for generation in [] if before is None else _generations(before):
-            self._delete(self._names(f"data/{one.digest}-{generation}/"))
+        self._delete_generations(one.digest, () if before is None else _generations(before))
         return before is not None
 
     def _mark(self, one: StoredObject, edit: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any] | None:
@@ -624,6 +644,11 @@ def _work_names(work: Mapping[str, Any]) -> set[tuple[str, str]]:
     """Owner and SHA-256 of all files of unfinished work."""
     entries: Iterable[Any] = (*work.get("files", {}).values(), *work.get("apart", {}).values())
     return {(owner, sha) for owner, sha, _ in entries}
+
+
+def _size(state: Mapping[str, Any]) -> int:
+    """Bytes of the files that the table of an object lists."""
+    return sum(size for size, _ in state.get("files", {}).values())
 
 
 def _generations(state: Mapping[str, Any]) -> list[str]:

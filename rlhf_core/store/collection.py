@@ -191,10 +191,9 @@ class _Collection:
                 yield self._removed("attempt", checkpoints(past), label, reason)
 
     def quarantine(self) -> Iterator[GcItem]:
-        """Remove old objects in the quarantine of a store on a disk."""
-        for path in sorted((self.store.folder / "quarantine").glob("*")):
-            if _modified(path) < self.horizon:
-                yield self._removed("quarantine", path, "", f"there for {self._days(_modified(path))}")
+        """Delete the files that `verify` has set aside long ago. Their records can no longer be restored."""
+        for one in self.store.delete_aside(self.horizon, dry_run=self.dry_run):
+            yield GcItem("quarantine", one.digest, one.bytes, "", f"there for {self._days(one.since)}")
 
     def kept(self) -> Iterator[tuple[str, str]]:
         """Label and reason of each record that was not used for long and that a root keeps."""

@@ -15,6 +15,7 @@ from rlhf_core.store.disk_lock import alone, disk_time
 from rlhf_core.store.fingerprint import list_files
 from rlhf_core.store.layout import (
     MANIFEST,
+    folder_bytes,
     fsync_path,
     fsync_tree,
     make_folder,
@@ -208,6 +209,15 @@ class DiskStore:
             if aside and not self._object(digest).exists():
                 make_folder(self._object(digest).parent)
                 move(aside[-1], self._object(digest))
+
+    def delete_aside(self, before: float, *, dry_run: bool) -> Iterator[StoredObject]:
+        """Files and folders in quarantine."""
+        for path in sorted((self.folder / "quarantine").glob("*")):
+            since = path.stat().st_mtime
+            if since < before:
+                yield StoredObject(str(path), "", since, condemned=True, bytes=folder_bytes(path))
+                if not dry_run:
+                    move_aside(path, self.folder / TRASH)
 
     # ---------------------------------------------------------------- unfinished work: all nodes see the folder itself
 

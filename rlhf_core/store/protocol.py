@@ -160,6 +160,9 @@ class Store(Protocol):
     def restore(self, digest: str) -> None:
         """Use the files again that `set_aside` kept last, unless the object has been stored anew."""
 
+    def delete_aside(self, before: float, *, dry_run: bool) -> Iterator[StoredObject]:
+        """Delete, or only list, the files of objects and tables that were set aside before this time."""
+
     # unfinished work
     def save_work(
         self,
