@@ -29,6 +29,7 @@ from rlhf_core.store.checkpoints import Checkpoints
 from rlhf_core.store.layout import CHECKPOINTS, naming_disk_errors
 from rlhf_core.store.leases import Lease, Lost, Owner
 from rlhf_core.store.records import KeyRecord
+from rlhf_core.store.unfinished import bring_work, keeping
 from rlhf_core.types import ArtifactRef
 
 logger = logging.getLogger(__name__)
@@ -88,7 +89,7 @@ def execute(
             return found[0].handle, attached[0] if attached else reported(found[1])
         check_secrets(spec)
         if not starts_over(store.attempts(target.key, lease), target, force=force):
-            store.bring_work(lease)
+            bring_work(lease, store.layout.attempt(lease.key))
         decision = reported(decide_work(store, spec, target, force=force, lease=lease))
         remember(store, spec, target)
         run = _begin(store, spec, target, lease, decision, force=force, tracking=tracking)
@@ -182,7 +183,7 @@ def _finish(
         progress=progress,
         _run=run,
     )
-    with store.keeping(run.lease, run.attempt.number, run.work):
+    with keeping(run.lease, run.attempt.number, run.work):
         handle = _call(store, run, context)
     try:
         context.checkpoints.settle()

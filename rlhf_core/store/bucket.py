@@ -116,12 +116,7 @@ class BucketStore:
                 self._snapshots -= 1
 
     def write(
-        self,
-        name: str,
-        value: Mapping[str, Any],
-        expected: str | None,
-        *,
-        refers: Collection[str] = (),
+        self, name: str, value: Mapping[str, Any], expected: str | None, *, refers: Collection[str] = ()
     ) -> StoredTable:
         """One PUT, and a GET of the table of each object that the write refers to.
 
@@ -321,13 +316,7 @@ class BucketStore:
 
     # ---------------------------------------------------------------- unfinished work
 
-    def save_work(
-        self,
-        key: str,
-        token: str,
-        folder: Path,
-        last: Mapping[str, Any],
-    ) -> dict[str, Any]:
+    def save_work(self, key: str, token: str, folder: Path, last: Mapping[str, Any]) -> dict[str, Any]:
         """Upload the files whose content the last checkpoint did not have."""
         there = {entry[1]: entry for entry in last.get("files", {}).values()}
         digests = {path: hash_file(folder / path) for path in list_files(folder)}

@@ -18,7 +18,7 @@ from rlhf_core.store.attempts import AttemptFolder, checkpoints, is_resumable
 from rlhf_core.store.disk import TRASH, empty_trash
 from rlhf_core.store.layout import folder_bytes, move_aside, walk
 from rlhf_core.store.leases import living_owner, name_of, owner_in, without
-from rlhf_core.store.protocol import Conflict, DamagedTable, Gone, Store, StoredTable, discard, update
+from rlhf_core.store.protocol import Conflict, DamagedTable, Gone, Store, StoredTable, update
 from rlhf_core.store.roots import Root, roots_of
 
 DAY_S = 86_400.0
@@ -93,13 +93,7 @@ class GcReport:
         return sum(item.bytes for item in self.items if item.kind != "marked")
 
 
-def collect(
-    store: Store,
-    *,
-    keep_days: float = KEEP_DAYS,
-    dry_run: bool = False,
-    project: str = "",
-) -> GcReport:
+def collect(store: Store, *, keep_days: float = KEEP_DAYS, dry_run: bool = False, project: str = "") -> GcReport:
     """Keep the objects that roots and recently used records reach through their inputs, and remove the rest.
 
     A record is removed before its object, so no record points to a missing object. While a table cannot be read, records and
@@ -360,8 +354,3 @@ def restore(store: Store, key: str) -> None:
         raise ArtifactError("artifact", digest[:12], f"is damaged ({problem})", "run the stage again")
     value = without(found.value, "aside") | {"record": aside["record"]}
     store.write(found.name, value, found.version, refers=[digest])
-
-
-def forget(store: Store, key: str) -> None:
-    """Remove the table of a key, so that its stage runs again from the beginning."""
-    discard(store, name_of(key))

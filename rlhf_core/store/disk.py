@@ -82,12 +82,7 @@ class DiskStore:
         return nullcontext()
 
     def write(
-        self,
-        name: str,
-        value: Mapping[str, Any],
-        expected: str | None,
-        *,
-        refers: Collection[str] = (),
+        self, name: str, value: Mapping[str, Any], expected: str | None, *, refers: Collection[str] = ()
     ) -> StoredTable:
         """Replace a file under the lock, after a look at the objects that it refers to."""
         with self._lock():
@@ -221,13 +216,7 @@ class DiskStore:
 
     # ---------------------------------------------------------------- unfinished work: all nodes see the folder itself
 
-    def save_work(
-        self,
-        key: str,
-        token: str,
-        folder: Path,
-        last: Mapping[str, Any],
-    ) -> dict[str, Any]:
+    def save_work(self, key: str, token: str, folder: Path, last: Mapping[str, Any]) -> dict[str, Any]:
         """Make the folder durable; all nodes see it."""
         fsync_tree(folder)
         for above in folder.parents[: len(folder.relative_to(self.folder).parts)]:
@@ -241,12 +230,7 @@ class DiskStore:
             raise Gone("checkpoint", str(folder), "is gone", "use --force to start over")
         return folder
 
-    def drop_work(
-        self,
-        key: str,
-        before: Mapping[str, Any],
-        now: Mapping[str, Any],
-    ) -> None:
+    def drop_work(self, key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         """Remove the earlier folder."""
         if before and before.get("folder") != now.get("folder"):
             remove_tree(self.folder / before["folder"])
@@ -284,10 +268,7 @@ class DiskStore:
 
     # ---------------------------------------------------------------- private
 
-    def _table(
-        self,
-        name: str,
-    ) -> Path:
+    def _table(self, name: str) -> Path:
         return self.folder / "tables" / f"{name}.json"
 
     def _object(self, digest: str) -> Path:

@@ -41,12 +41,7 @@ class EarlierDiskStore(DiskStore):
                 move_aside(self.folder / path, self.folder / "quarantine")
 
     def write(
-        self,
-        name: str,
-        value: Mapping[str, Any],
-        expected: str | None,
-        *,
-        refers: Collection[str] = (),
+        self, name: str, value: Mapping[str, Any], expected: str | None, *, refers: Collection[str] = ()
     ) -> StoredTable:
         """Raise the schema of the store first: an older program would not see the table."""
         mark_schema(self.folder)
@@ -202,11 +197,7 @@ class EarlierBucketStore(BucketStore):
 # ---------------------------------------------------------------- files with schema 1 as tables
 
 
-def _table(
-    name: str,
-    read: Callable[[str], File | None],
-    children: Callable[[str], list[str]],
-) -> StoredTable | None:
+def _table(name: str, read: Callable[[str], File | None], children: Callable[[str], list[str]]) -> StoredTable | None:
     """The table that the files with schema 1 amount to; None without any."""
     kind, _, rest = name.partition("/")
     if kind == "keys":
@@ -241,11 +232,7 @@ def stored_record(facts: Mapping[str, Any]) -> dict[str, Any]:
     return {"object": digest, "inputs": inputs, "facts": dict(facts)}
 
 
-def _gate(
-    question: str,
-    read: Callable[[str], File | None],
-    children: Callable[[str], list[str]],
-) -> File:
+def _gate(question: str, read: Callable[[str], File | None], children: Callable[[str], list[str]]) -> File:
     """A question was a folder: the finding, a file for each run that waits, and a numbered file for each answer."""
     folder = f"roots/gates/{question}"
     found = {name: read(f"{folder}/{name}") for name in children(folder)}

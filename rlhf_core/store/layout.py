@@ -7,7 +7,7 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -47,12 +47,6 @@ class StoreLayout:
     def object(self, digest: str) -> Path:
         """Return the folder of an immutable object."""
         return self.objects / digest[:2] / digest
-
-    def object_folders(self, digests: Iterable[str]) -> Iterator[tuple[str, str]]:
-        """Yield each digest with the folder of its object as text: paths of thousands of objects take a second."""
-        objects = str(self.objects)
-        for digest in digests:
-            yield digest, os.path.join(objects, digest[:2], digest)  # noqa: PTH118
 
     def attempt(self, key: str) -> Path:
         """Return the folder of the attempts at a key: checkpoints, unfinished output, metrics."""

@@ -125,11 +125,7 @@ class Lease:
                 self._known.clear()
                 raise
 
-    def save_work(
-        self,
-        folder: Path,
-        **noted: Any,
-    ) -> None:
+    def save_work(self, folder: Path, **noted: Any) -> None:
         """Make a folder the newest checkpoint of the key. The previous one is deleted once the table names this one."""
         last = self.latest().value.get("work") or {}
         work = self.store.save_work(self.key, self.token, folder, last) | noted
@@ -191,12 +187,7 @@ class Lease:
 
 
 @contextmanager
-def hold(
-    store: Store,
-    key: str,
-    *,
-    on_wait: Callable[[Owner], None] | None = None,
-) -> Iterator[Lease]:
+def hold(store: Store, key: str, *, on_wait: Callable[[Owner], None] | None = None) -> Iterator[Lease]:
     """Hold the lease of `key`, after waiting until its owner has released it or has ended."""
     ours = ourselves()
     _HELD.add(ours.token)  # first: another thread of this process may look at the lease as soon as it is written
@@ -267,12 +258,7 @@ def _may_be_silent(owner: Owner) -> bool:
     return not _is_local(owner) or process_state(owner.pid, owner.pid_started) == "stopped"
 
 
-def _acquire(
-    store: Store,
-    key: str,
-    ours: Owner,
-    on_wait: Callable[[Owner], None] | None,
-) -> Lease:
+def _acquire(store: Store, key: str, ours: Owner, on_wait: Callable[[Owner], None] | None) -> Lease:
     """Write a lease into the table of the key, as soon as it has none or its owner has ended or fallen silent."""
     waited, watch = False, _Watch()
     while True:

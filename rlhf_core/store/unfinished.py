@@ -56,7 +56,7 @@ def note_holder(lease: Lease, folder: Path) -> None:
 def bring_work(lease: Lease, folder: Path) -> None:
     """Move the work of a later attempt on another node into the attempt folder of this node.
 
-    Raises Lost, Gone, Damaged or Unreachable if this node cannot read it.
+    Raises Lost, Gone, Damaged or Unreachable if this node cannot read it: a new beginning would replace a good checkpoint.
     """
     if lease.store.folder_is_shared:
         return

@@ -21,11 +21,10 @@ from rlhf_core.stage.key import StageSpec, Strictness, payload_key
 from rlhf_core.stage.stopping import StageWaiting
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.attempts import history
-from rlhf_core.store.collection import forget
 from rlhf_core.store.earlier import stored_record
 from rlhf_core.store.layout import remove_tree
 from rlhf_core.store.leases import name_of
-from rlhf_core.store.protocol import update
+from rlhf_core.store.protocol import discard, update
 from tests.support import toy_stage
 from tests.support.toy_stage import Inner, ToyConfig, run_toy, stage_key, toy_spec
 
@@ -137,7 +136,7 @@ def test_a_lost_artifact_is_the_reason_to_run(store):
         assert action == "RUN" and reason.startswith("its artifact cannot be used: ") and reason.endswith(" is gone")
     _run(store, toy_spec())
     assert _said(store, toy_spec())[0] == "HIT"
-    forget(store.shared, stage_key(toy_spec()))
+    discard(store.shared, name_of(stage_key(toy_spec())))
     assert _said(store, toy_spec()) == ("RUN", "its artifact is gone")
 
 

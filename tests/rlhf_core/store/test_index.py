@@ -5,10 +5,11 @@ import pytest
 
 from rlhf_core.store import index
 from rlhf_core.store.artifacts import ArtifactStore
-from rlhf_core.store.collection import forget
 from rlhf_core.store.fingerprint import sha256_text
 from rlhf_core.store.index import OBJECTS, RECORDS, rows, states
 from rlhf_core.store.layout import remove_tree
+from rlhf_core.store.leases import name_of
+from rlhf_core.store.protocol import discard
 from rlhf_core.types import PolicyRef
 from tests.support.records import provenance
 
@@ -59,7 +60,7 @@ def test_what_is_known_is_not_read_again_and_what_is_new_changed_or_gone_is_noti
     assert _labels(store) == ["sft", "sft", "ppo"]
     _commit(store, "one", label="dpo", started="2032-01-01T00:00:00.000+00:00")
     assert _labels(store) == ["sft", "ppo", "dpo"]
-    forget(store.shared, sha256_text("two"))
+    discard(store.shared, name_of(sha256_text("two")))
     assert _labels(store) == ["ppo", "dpo"]
 
 
