@@ -369,7 +369,7 @@ class BucketStore:
             self.receive(part, key, files)
             return entries
 
-        return self._cached_copy(self._copies.view(tree_digest(entries)), download)
+        return self._cached_copy(self._copies.object(tree_digest(entries)), download)
 
     def scratch(self) -> Path:
         """A new folder of this node, which the caller removes. Folders of processes that were killed are removed here."""

@@ -23,7 +23,7 @@ from rlhf_core.store.layout import (
     move,
     move_aside,
     remove_tree,
-    temporary_for,
+    write_bytes,
 )
 from rlhf_core.store.object_check import object_damage, write_manifest
 from rlhf_core.store.protocol import (
@@ -256,15 +256,13 @@ class DiskStore:
     def delete(self, one: StoredObject) -> bool:
         """Move the folder out of the store in one step."""
         target = self._object(one.digest)
-        moved = move_aside(target, self.folder / TRASH)  # `sweep` empties it, without the lock
+        moved = move_aside(target, self.folder / TRASH)  # the collection empties it, without the lock
         fsync_path(target.parent)
         return moved is not None
 
     def sweep(self, *, dry_run: bool) -> int:
-        """Empty the trash. No upload is ever cut off here: a folder is moved in one step."""
-        if not dry_run:
-            empty_trash(self.folder)
-        return 0  # uploads are never interrupted: a folder is moved in one step
+        """Nothing: a folder is moved in one step, so no upload is ever cut off."""
+        return 0
 
     # ---------------------------------------------------------------- private
 
@@ -313,31 +311,19 @@ def _replace(path: Path, raw: bytes, *, is_new: bool) -> None:
     A host of a network file system may believe for some seconds that a file does not exist, also under the lock. A new file
     is therefore made by a link, which the server refuses if it has the name.
     """
-    make_folder(path.parent)
-    temporary = temporary_for(path)
     try:
-        with temporary.open("wb") as stream:
-            stream.write(raw)
-            stream.flush()
-            os.fsync(stream.fileno())
-        if not (is_new and _is_linked(temporary, path)):
-            temporary.replace(path)
+        write_bytes(path, raw, durable=True, put=_link if is_new else Path.replace)
     except FileExistsError:
-        temporary.unlink(missing_ok=True)
         raise Conflict(str(path)) from None
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    fsync_path(path.parent)
 
 
-def _is_linked(temporary: Path, path: Path) -> bool:
-    """Give a file its new name by a link; False on a disk without links."""
+def _link(temporary: Path, path: Path) -> None:
+    """Give a new file its name by a link, or by renaming it on a disk without links."""
     try:
         os.link(temporary, path)
     except OSError as error:
-        if error.errno in _NO_LINKS:
-            return False
-        raise
-    temporary.unlink()
-    return True
+        if error.errno not in _NO_LINKS:
+            raise
+        temporary.replace(path)
+    else:
+        temporary.unlink()

@@ -6,7 +6,7 @@ files of an object are copied to the new place when a write refers to the object
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,16 +40,8 @@ class EarlierDiskStore(DiskStore):
             for path in _paths(name):
                 move_aside(self.folder / path, self.folder / "quarantine")
 
-    def write(
-        self, name: str, value: Mapping[str, Any], expected: str | None, *, refers: Collection[str] = ()
-    ) -> StoredTable:
-        """Raise the schema of the store first: an older program would not see the table."""
-        mark_schema(self.folder)
-        return super().write(name, value, expected, refers=refers)
-
     def remove(self, name: str, expected: str) -> None:
         """Remove the files with schema 1, too: they would be the table otherwise."""
-        mark_schema(self.folder)
         with self._lock():
             super().remove(name, expected)
             for path in _paths(name):
@@ -65,6 +57,11 @@ class EarlierDiskStore(DiskStore):
                 if name not in found:
                     earlier[name] = f"{earlier.get(name, '')} {path.stat().st_ino} {path.stat().st_mtime_ns}"
         return dict(sorted((found | earlier).items()))
+
+    def _expect(self, name: str, expected: str | None) -> None:
+        """Raise the schema of the store before each change: an older program would not see it."""
+        mark_schema(self.folder)
+        super()._expect(name, expected)
 
     def _file(self, path: str) -> File | None:
         """The content of a file with schema 1. Raises DamagedTable if it is not a table."""
