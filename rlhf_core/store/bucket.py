@@ -25,18 +25,15 @@ from rlhf_core.processes.identity import here
 from rlhf_core.store.checkpoint_parts import Parts
 from rlhf_core.store.fingerprint import FileEntry, hash_file, list_files, sha256_text, tree_digest
 from rlhf_core.store.layout import (
-    fsync_path,
-    fsync_tree,
     is_inside,
     make_folder,
-    make_read_only,
     read_json,
     remove_tree,
     sweep_temporaries,
     temporary_for,
     write_json,
 )
-from rlhf_core.store.node_cache import NodeCache
+from rlhf_core.store.node_cache import NodeCache, settle_copy
 from rlhf_core.store.object_check import object_damage, write_manifest
 from rlhf_core.store.object_server import PATIENCE_S, RETRY_S, ObjectServer, repeat
 from rlhf_core.store.protocol import (
@@ -195,7 +192,7 @@ class BucketStore:
             if not copy.exists():
                 make_folder(copy.parent)
                 write_manifest(folder, files)
-                _settle(folder, copy)
+                settle_copy(folder, copy)
         self._copies.evict()
 
     def fetch(self, digest: str) -> Path:
@@ -215,7 +212,7 @@ class BucketStore:
             try:
                 write_manifest(part, download(part))
                 make_folder(copy.parent)
-                return _settle(part, copy)
+                return settle_copy(part, copy)
             finally:
                 remove_tree(part)
 
@@ -643,16 +640,3 @@ def _size(state: Mapping[str, Any]) -> int:
 def _generations(state: Mapping[str, Any]) -> list[str]:
     """The generations that the table of an object names; files of any other may be deleted."""
     return [one for one in (state["live"], *state["pending"], *state.get("aside", ())) if one]
-
-
-def _settle(part: Path, folder: Path) -> Path:
-    """Give the complete files in `part` their read-only place, after they are on the disk."""
-    fsync_tree(part)
-    try:
-        part.rename(folder)
-    except OSError:  # another process of this node was faster
-        remove_tree(part)
-        return folder
-    make_read_only(folder)
-    fsync_path(folder.parent)
-    return folder

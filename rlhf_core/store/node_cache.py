@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rlhf_core.errors import ArtifactError, ConfigError
-from rlhf_core.store.layout import folder_bytes, remove_tree
+from rlhf_core.store.layout import folder_bytes, fsync_path, fsync_tree, make_read_only, remove_tree
 
 
 class NodeCache:
@@ -81,6 +81,19 @@ class NodeCache:
 
     def _lock_of(self, name: str) -> Path:
         return self.root / "cache" / f"{name}.use"
+
+
+def settle_copy(part: Path, folder: Path) -> Path:
+    """Give the complete files in `part` their read-only place, after they are on the disk."""
+    fsync_tree(part)
+    try:
+        part.rename(folder)
+    except OSError:  # another process of this node was faster
+        remove_tree(part)
+        return folder
+    make_read_only(folder)
+    fsync_path(folder.parent)
+    return folder
 
 
 def cache_bytes() -> float:
