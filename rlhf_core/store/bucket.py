@@ -274,8 +274,11 @@ class BucketStore:
             self._write(found.name, found.value | {"live": live, "aside": aside}, found.version)
 
     def delete_aside(self, before: float, *, dry_run: bool) -> Iterator[StoredObject]:
-        """Remove the generations from the tables of their objects first, and delete their files afterwards."""
-        for table in self._tables("objects/"):
+        """Remove the generations from the tables of their objects first, and delete their files afterwards.
+
+        Tables that cannot be read are passed over.
+        """
+        for table in self._tables("objects/", []):
             digest, state = table.name.partition("/")[2], table.value
             aside = state.get("aside", [])
             if aside and table.written < before:
