@@ -19,8 +19,9 @@ from pathlib import Path
 from benchmarks.processes import kill_family, reading_lines
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.checkpoints import Checkpoints
-from rlhf_core.store.collection import forget
 from rlhf_core.store.layout import CHECKPOINTS
+from rlhf_core.store.leases import name_of
+from rlhf_core.store.protocol import discard
 from rlhf_core.store.records import KeyRecord
 
 
@@ -86,7 +87,7 @@ def _copy_store(source: Path, target: Path, *, without: str) -> None:
     store = ArtifactStore(target / "store")
     for record in store.records():
         if record.label == without:
-            forget(store.shared, record.key)
+            discard(store.shared, name_of(record.key))
 
 
 def _record(home: Path, stage: str) -> KeyRecord:

@@ -29,12 +29,13 @@ from pipelines.flows.graph import Stages
 from pipelines.flows.profile import load_profile
 from rlhf_core.stage.decision import target_of
 from rlhf_core.stage.key import StageSpec, Strictness
+from rlhf_core.stage.versions import environment
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.earlier import stored_record
 from rlhf_core.store.fingerprint import FileEntry, sha256_text, tree_digest
 from rlhf_core.store.layout import MANIFEST, make_read_only
 from rlhf_core.store.protocol import pack
-from rlhf_core.store.records import KeyRecord, Provenance, environment
+from rlhf_core.store.records import KeyRecord, Provenance
 from rlhf_core.types import ArtifactRef, PreparedDataRef
 
 R = TypeVar("R", bound=ArtifactRef)

@@ -22,7 +22,7 @@ from rlhf_core.errors import DataError
 from rlhf_core.interfaces import Metrics, Sampler
 from rlhf_core.rollouts.answers import SINGLE_TURN, OpenEnvironments, answers, episode_metrics, open_environments
 from rlhf_core.stage.context import StageContext
-from rlhf_core.store.failures import failed_episodes
+from rlhf_core.stage.failures import failed_episodes
 from rlhf_core.types import Generation, GenerationsRef, Message, PolicyRef, Prompt, PromptsRef, chunks, derive_seed
 from stages.config.generate import GenerateConfig
 

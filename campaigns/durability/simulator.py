@@ -31,12 +31,12 @@ from unittest import mock
 from campaigns.durability.simulated_machines import ROOT, Node, Process, World, current, purpose
 from rlhf_core.errors import ArtifactError
 from rlhf_core.schema.base import Config
-from rlhf_core.stage import key
+from rlhf_core.stage import key, versions
 from rlhf_core.stage.context import StageContext
 from rlhf_core.stage.decision import Decision
 from rlhf_core.stage.key import StageSpec
 from rlhf_core.stage.run import execute
-from rlhf_core.store import leases, records
+from rlhf_core.store import leases
 from rlhf_core.store.artifacts import ArtifactStore, object_digest
 from rlhf_core.store.checkpoints import damaged_archive
 from rlhf_core.store.disk import DiskStore
@@ -263,7 +263,7 @@ def play(seeds: range, *, locks: str = "sound", until_broken: bool = False) -> C
     """Play a history for each seed, with two faults at operations of those that histories in peace have."""
     campaign, peace = Campaign(), Campaign()
     digests = functools.cache(key.module_digests)
-    records.environment()  # the first call waits for git, and so for the real clock
+    versions.environment()  # the first call waits for git, and so for the real clock
     logging.disable(logging.CRITICAL)
     try:
         with (

@@ -16,7 +16,8 @@ from pipelines.flows.full import lifecycle
 from pipelines.flows.profile import PipelineConfig, load_profile
 from rlhf_core.errors import RlhfError
 from rlhf_core.store.artifacts import ArtifactStore
-from rlhf_core.store.collection import forget
+from rlhf_core.store.leases import name_of
+from rlhf_core.store.protocol import discard
 from rlhf_core.tracking.memory import MemoryTracker
 
 WORKER_TIMEOUT_S = 120.0
@@ -128,7 +129,7 @@ class Small:
         """Take the result of a stage out of the store, so that it runs again."""
         for record in self.store.records():
             if record.label == label:
-                forget(self.store.shared, record.key)
+                discard(self.store.shared, name_of(record.key))
 
     def recover(self, stage: str, step: int, cause: Callable[[], None], *, pause_s: float = 0.0) -> Outcome:
         """Cause a fault in `stage` after `step`; return what came of it. The digests must be those of peace."""

@@ -222,7 +222,7 @@ def _leave(store: ArtifactStore, spec: StageSpec, target: KeyTarget) -> None:
         attempt = attempts.begin(folder, label=spec.label, resumed_from=None, code=target.code)
     (attempts.output(folder, attempt) / "half.txt").write_text("half", encoding="utf-8")
     (attempts.work(folder, attempt) / "shard-0.txt").write_text("a shard", encoding="utf-8")
-    checkpoints = Checkpoints(attempts.checkpoints(folder), keep_last=2)
+    checkpoints = Checkpoints(attempts.checkpoints(folder), keep_best=2)
     for step in (1, 2):
         with checkpoints.saving(step, {"cursor": step}, metric=0.5 * step) as path:
             (path / "weights.txt").write_text(f"step {step}", encoding="utf-8")

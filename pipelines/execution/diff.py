@@ -19,8 +19,9 @@ from rlhf_core.errors import ArtifactError, ConfigError, nearest
 from rlhf_core.evaluation.lineage import handles, lineage
 from rlhf_core.stage.decision import changed_modules, differences, stage_code
 from rlhf_core.stage.key import key_payload
+from rlhf_core.stage.versions import other_versions
 from rlhf_core.store.artifacts import ArtifactStore
-from rlhf_core.store.records import KeyRecord, other_versions
+from rlhf_core.store.records import KeyRecord
 from rlhf_core.tracking.pipeline_runs import find_run
 from rlhf_core.tracking.redaction import flatten
 from rlhf_core.types import ArtifactRef, GenerationsRef

@@ -17,12 +17,13 @@ from pipelines.flows.nodes import PARTS
 from pipelines.flows.profile import PipelineConfig
 from rlhf_core.config.monitors import is_named, remedy_of
 from rlhf_core.errors import ConfigError, nearest
+from rlhf_core.stage.code import remembered_code
 from rlhf_core.stage.decision import Decision, decide, last_record
 from rlhf_core.stage.key import StageSpec, Strictness
+from rlhf_core.stage.versions import other_versions
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.fingerprint import hash_file, sha256_text
-from rlhf_core.store.index import remembered_code
-from rlhf_core.store.records import KeyRecord, other_versions
+from rlhf_core.store.records import KeyRecord
 from rlhf_core.tracking.further import check_installed
 from rlhf_core.types import ArtifactRef, PreparedDataRef
 from stages.config.prepare_data import PrepareDataConfig, wanted_tables

@@ -35,7 +35,7 @@ from rlhf_core.rewards.model import check_reward_models
 from rlhf_core.rewards.shaping import RunningNormalizer, clipped, linear_weight, soft_overlong, truncated_reward
 from rlhf_core.rewards.terms import open_terms
 from rlhf_core.stage.context import StageContext
-from rlhf_core.store.failures import ONE_AGENT, Counts, failed_episodes
+from rlhf_core.stage.failures import ONE_AGENT, Counts, failed_episodes
 from rlhf_core.types import Generation, ModelRef, Rollout
 
 # ---------------------------------------------------------------- Combine several rewards of one generation to a single number

@@ -31,7 +31,7 @@ from rlhf_core.rollouts.answers import (
     episode_metrics,
 )
 from rlhf_core.rollouts.prompts import BandOrder
-from rlhf_core.store.failures import Counts
+from rlhf_core.stage.failures import Counts
 from rlhf_core.types import Completion, Generation, Prompt, Rollout, SamplingRequest, chunks
 
 # ---------------------------------------------------------------- dynamic sampling

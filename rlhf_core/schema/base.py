@@ -43,7 +43,7 @@ class FailureSetting(Operational):
     """Marks an operational field that decides whether an answer fails, or the treatment of a failed answer.
 
     It does not enter the key, but a result with failed answers counts only for these settings
-    (`rlhf_core.store.failures`).
+    (`rlhf_core.stage.failures`).
     """
 
 

@@ -12,16 +12,17 @@ from typing import Any, NoReturn, TypeVar
 from rlhf_core.interfaces import Runtime, StageTracker
 from rlhf_core.processes.identity import user_name
 from rlhf_core.schema.base import Config, CustomFunction
-from rlhf_core.stage import stopping
+from rlhf_core.stage import failures, stopping
 from rlhf_core.stage.decision import Target
+from rlhf_core.stage.failures import Counts, Settings
 from rlhf_core.stage.key import StageSpec
-from rlhf_core.store import attempts, failures
+from rlhf_core.stage.versions import environment
+from rlhf_core.store import attempts
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.attempts import Attempt
 from rlhf_core.store.checkpoints import Checkpoints
-from rlhf_core.store.failures import Counts, Failed, Settings
 from rlhf_core.store.leases import Lease
-from rlhf_core.store.records import Provenance, environment
+from rlhf_core.store.records import Failed, Provenance
 from rlhf_core.types import ArtifactRef
 from rlhf_core.user_code import watch
 from rlhf_core.user_code.dependencies import UserFunction

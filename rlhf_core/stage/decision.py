@@ -13,14 +13,15 @@ from pydantic import AfterValidator, ValidationError
 from rlhf_core.config.former_names import present_name
 from rlhf_core.secrets.redaction import hidden
 from rlhf_core.stage.corrections import CORRECTIONS
+from rlhf_core.stage.failures import failure_settings, misfit, noted
 from rlhf_core.stage.key import StageSpec, Strictness, key_payload, payload_key, stage_code, user_functions
+from rlhf_core.stage.versions import other_versions, versions
 from rlhf_core.store import attempts
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.checkpoints import Checkpoints
-from rlhf_core.store.failures import failure_settings, misfit, noted
 from rlhf_core.store.fingerprint import canonical_json
 from rlhf_core.store.leases import Lease
-from rlhf_core.store.records import KeyRecord, other_versions, versions
+from rlhf_core.store.records import KeyRecord
 from rlhf_core.store.typed_json import Stored
 
 Action = Literal["HIT", "ATTACH", "RESUME", "RUN", "BLOCKED"]

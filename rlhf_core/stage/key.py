@@ -13,8 +13,9 @@ from rlhf_core.config.agent_modules import AGENT_MODULES
 from rlhf_core.config.agents import AgentsBySource
 from rlhf_core.errors import ConfigError
 from rlhf_core.schema.base import Config, as_written, keyed
+from rlhf_core.stage.code import module_digests
 from rlhf_core.stage.corrections import corrections
-from rlhf_core.store.fingerprint import canonical_json, module_digests, sha256_text
+from rlhf_core.store.fingerprint import canonical_json, sha256_text
 from rlhf_core.types import ArtifactRef
 from rlhf_core.user_code.dependencies import user_code_digest
 from rlhf_core.user_code.sources import code_of, is_ours, reached_from

@@ -20,15 +20,16 @@ from rlhf_core.stage.decision import (
     starts_over,
     target_of,
 )
+from rlhf_core.stage.failures import failure_settings
 from rlhf_core.stage.key import StageSpec, Strictness, stage_module
 from rlhf_core.store import attempts
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.attempts import Attempt, AttemptFolder, Status
 from rlhf_core.store.checkpoints import Checkpoints
-from rlhf_core.store.failures import failure_settings
 from rlhf_core.store.layout import CHECKPOINTS, naming_disk_errors
 from rlhf_core.store.leases import Lease, Lost, Owner
 from rlhf_core.store.records import KeyRecord
+from rlhf_core.store.unfinished import bring_work, keeping
 from rlhf_core.types import ArtifactRef
 
 logger = logging.getLogger(__name__)
@@ -90,7 +91,7 @@ def execute(
             return found[0].handle, attached[0] if attached else reported(found[1])
         check_secrets(spec)
         if not starts_over(store.attempts(target.key, lease), target, force=force):
-            store.bring_work(lease)
+            bring_work(lease, store.layout.attempt(lease.key))
         decision = reported(decide_work(store, spec, target, force=force, lease=lease))
         remember(store, spec, target)
         run = _begin(store, spec, target, lease, decision, force=force, tracking=tracking)
@@ -184,7 +185,7 @@ def _finish(
         progress=progress,
         _run=run,
     )
-    with store.keeping(run.lease, run.attempt.number, run.work):
+    with keeping(run.lease, run.attempt.number, run.work):
         handle = _call(store, run, context)
     try:
         context.checkpoints.settle()

@@ -4,7 +4,6 @@ The record, written last and by compare-and-set, is the only commit point. A cra
 complete one. Stages get folders; whether the store lies on a disk or in a bucket is hidden behind `rlhf_core.store.protocol`.
 """
 
-import json
 import logging
 import os
 import shutil
@@ -51,7 +50,7 @@ from rlhf_core.store.protocol import Conflict, DamagedTable, Gone, StoredTable, 
 from rlhf_core.store.records import KeyRecord, Provenance, parse_record
 from rlhf_core.store.sharing import give_made, open_to_group
 from rlhf_core.store.typed_json import Stored, read_stored
-from rlhf_core.store.unfinished import bring_work, keeping, note_holder
+from rlhf_core.store.unfinished import note_holder
 from rlhf_core.types import ArtifactRef, kind_of
 
 logger = logging.getLogger(__name__)
@@ -232,28 +231,12 @@ class ArtifactStore:
     # ------------------------------------------------------------ writing
 
     @contextmanager
-    def lease(
-        self,
-        key: str,
-        *,
-        on_wait: Callable[[Owner], None] | None = None,
-    ) -> Iterator[Lease]:
+    def lease(self, key: str, *, on_wait: Callable[[Owner], None] | None = None) -> Iterator[Lease]:
         """Hold the lease on computing `key`; see `rlhf_core.store.leases.hold`."""
         self.create()
         with hold(self.shared, key, on_wait=on_wait) as lease:
             note_holder(lease, self.layout.attempt(key))
             yield lease
-
-    def bring_work(self, lease: Lease) -> None:
-        """Get the newest checkpoint of the key from another node.
-
-        Raises ArtifactError if this node cannot read it: a new beginning would replace a good checkpoint.
-        """
-        bring_work(lease, self.layout.attempt(lease.key))
-
-    def keeping(self, lease: Lease, number: int, work: Path) -> AbstractContextManager[None]:
-        """Let other nodes resume from the checkpoints that attempt `number` writes in the block."""
-        return keeping(lease, number, work)
 
     def commit(
         self,
@@ -275,8 +258,7 @@ class ArtifactStore:
             files = _seal(out)
             handle = _handle(kind, files, children, tuple(parents))
             digest = object_digest(handle)
-            facts = KeyRecord(key=lease.key, handle=handle, **dict(record)).to_json()
-            stored = stored_record(json.loads(json.dumps(facts)))
+            stored = stored_record(KeyRecord(key=lease.key, handle=handle, **dict(record)).to_json())
 
             def protect() -> None:
                 if pin:
@@ -304,7 +286,7 @@ class ArtifactStore:
             if tree_digest(files) != digest:
                 remedy = "run `rlhf store verify` on the store that it is from"
                 raise ArtifactError("artifact", digest[:12], "has other content than its digest says", remedy)
-            lease.commit(digest, out, files, stored_record(json.loads(json.dumps(record.to_json()))))
+            lease.commit(digest, out, files, stored_record(record.to_json()))
         return True
 
     # ------------------------------------------------------------ upkeep

@@ -7,7 +7,6 @@ lost its lease without noticing, and runs on for a step, finds its folder gone a
 import json
 import logging
 import os
-import re
 import socket
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -18,7 +17,6 @@ from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from rlhf_core.store.failures import FAILURES
 from rlhf_core.store.layout import (
     CHECKPOINTS,
     make_folder,
@@ -31,9 +29,11 @@ from rlhf_core.store.protocol import Store
 logger = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
+FAILURES = "failures.jsonl"
+"""Numbers of failed answers (`rlhf_core.stage.failures`)."""
 UNSEEN = "unseen.jsonl"
 """Reads of user code beyond the key."""
-_NUMBERED = re.compile(r"(work|out)-(\d{1,10})")
+_MOST_DIGITS = 10  # of the number of an attempt in the name of its folder
 
 Status = Literal["running", "failed", "interrupted", "committed"]
 
@@ -255,8 +255,8 @@ def _works(folder: AttemptFolder) -> list[int]:
 
 
 def _numbered(folder: AttemptFolder, kind: str) -> list[int]:
-    found = (_NUMBERED.fullmatch(path.name) for path in folder.path.glob(f"{kind}-*"))
-    return [int(name[2]) for name in found if name is not None and name[1] == kind]
+    found = (path.name.removeprefix(f"{kind}-") for path in folder.path.glob(f"{kind}-*"))
+    return [int(number) for number in found if number.isdecimal() and len(number) <= _MOST_DIGITS]
 
 
 def _unfinished(left: Path) -> list[str]:

@@ -10,7 +10,6 @@ A generation is a random name. It enters the table of its object before the firs
 it never enters again, so files of a generation that the table does not name may be deleted at any time.
 """
 
-import json
 import logging
 import math
 import secrets
@@ -26,18 +25,16 @@ from rlhf_core.processes.identity import here
 from rlhf_core.store.checkpoint_parts import Parts
 from rlhf_core.store.fingerprint import FileEntry, hash_file, list_files, sha256_text, tree_digest
 from rlhf_core.store.layout import (
-    MANIFEST,
-    fsync_path,
-    fsync_tree,
     is_inside,
     make_folder,
-    make_read_only,
     read_json,
     remove_tree,
+    sweep_temporaries,
+    temporary_for,
     write_json,
 )
-from rlhf_core.store.node_cache import NodeCache
-from rlhf_core.store.object_check import object_damage
+from rlhf_core.store.node_cache import NodeCache, settle_copy
+from rlhf_core.store.object_check import object_damage, write_manifest
 from rlhf_core.store.object_server import PATIENCE_S, RETRY_S, ObjectServer, repeat
 from rlhf_core.store.protocol import (
     Conflict,
@@ -55,6 +52,7 @@ from rlhf_core.store.protocol import (
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Item = TypeVar("Item")
 GRACE_S = 86_400.0
 """Longer than any listing is outdated, and than a node may take from the upload of an object to its record."""
 TRIES = 3
@@ -115,12 +113,7 @@ class BucketStore:
                 self._snapshots -= 1
 
     def write(
-        self,
-        name: str,
-        value: Mapping[str, Any],
-        expected: str | None,
-        *,
-        refers: Collection[str] = (),
+        self, name: str, value: Mapping[str, Any], expected: str | None, *, refers: Collection[str] = ()
     ) -> StoredTable:
         """One PUT, and a GET of the table of each object that the write refers to.
 
@@ -198,26 +191,33 @@ class BucketStore:
         with self._copies.filling(copy):
             if not copy.exists():
                 make_folder(copy.parent)
-                _write_manifest(folder, files)
-                _settle(folder, copy)
+                write_manifest(folder, files)
+                settle_copy(folder, copy)
         self._copies.evict()
 
     def fetch(self, digest: str) -> Path:
         """The copy in this node's cache, downloaded if it is missing or damaged. Other processes of the node wait meanwhile."""
-        copy = self._copies.object(digest)
+        return self._cached_copy(self._copies.object(digest), lambda part: self._download_object(digest, part))
+
+    def _cached_copy(self, copy: Path, download: Callable[[Path], Files]) -> Path:
+        """A folder of this node's cache. If it is missing or damaged, `download` writes its files into a new folder."""
         with self._copies.filling(copy):
             damage = object_damage(copy, deep=False) if copy.exists() else "is missing"
             if not damage:
                 return copy
             if copy.exists():
-                logger.warning("store: the copy of object %s on this node is damaged: %s", digest[:12], damage)
+                logger.warning("store: the copy of object %s on this node is damaged: %s", copy.name[:12], damage)
                 remove_tree(copy)
-            return self._download_object(digest, copy)
+            part = self.scratch()
+            try:
+                write_manifest(part, download(part))
+                make_folder(copy.parent)
+                return settle_copy(part, copy)
+            finally:
+                remove_tree(part)
 
-    def _download_object(self, digest: str, copy: Path) -> Path:
-        """Download an object into the cache, at most three times if a collection interferes."""
-        make_folder(copy.parent)
-        part = copy.with_name(f".{digest}.{secrets.token_hex(4)}")
+    def _download_object(self, digest: str, part: Path) -> Files:
+        """Download the files of an object, at most three times if a collection interferes."""
         for _ in range(TRIES):
             state = self._live(digest).value
             files = {path: FileEntry(*entry) for path, entry in state["files"].items()}
@@ -230,8 +230,7 @@ class BucketStore:
             except FileNotFoundError:  # collected, and perhaps added again, since its table was read
                 remove_tree(part)
                 continue
-            _write_manifest(part, files)
-            return _settle(part, copy)
+            return files
         raise Gone("artifact", digest[:12], f"has no files in {self.uri}", "run `rlhf store verify`")
 
     def has(self, digest: str) -> bool:
@@ -248,8 +247,7 @@ class BucketStore:
             return f"is not in {self.uri}"
         if not deep:
             return ""
-        part = self.folder / "verify" / f"{digest}.{secrets.token_hex(4)}"
-        prefix = f"data/{digest}-{found.value['live']}/"
+        part, prefix = self.scratch(), f"data/{digest}-{found.value['live']}/"
         try:
             files = {path: (prefix, FileEntry(*entry)) for path, entry in found.value["files"].items()}
             self._download(files, part)
@@ -275,6 +273,31 @@ class BucketStore:
             *aside, live = found.value["aside"]
             self._write(found.name, found.value | {"live": live, "aside": aside}, found.version)
 
+    def delete_aside(self, before: float, *, dry_run: bool) -> Iterator[StoredObject]:
+        """Remove the generations from the tables of their objects first, and delete their files afterwards.
+
+        Tables that cannot be read are passed over.
+        """
+        for table in self._tables("objects/", []):
+            digest, state = table.name.partition("/")[2], table.value
+            aside = state.get("aside", [])
+            if aside and table.written < before:
+                one = StoredObject(
+                    digest, table.version, table.written, condemned=True, bytes=_size(state) * len(aside)
+                )
+                if dry_run or self._mark(one, lambda state: state | {"aside": []}) is not None:
+                    yield one
+                    self._delete_generations(digest, () if dry_run else aside)
+        for name, version, written, size in self._again(lambda: list(self.server.list("quarantine/"))):
+            if written < before:
+                yield StoredObject(name, version, written, condemned=True, bytes=size)
+                self._delete(() if dry_run else [name])
+
+    def _delete_generations(self, digest: str, generations: Iterable[str]) -> None:
+        """Delete files of an object under generations that its table names no longer."""
+        for one in generations:
+            self._delete(self._names(f"data/{digest}-{one}/"))
+
     def _live(self, digest: str) -> StoredTable:
         """The table of a stored object. Raises Gone if it has no live generation."""
         found = self._read(f"objects/{digest}")
@@ -293,13 +316,7 @@ class BucketStore:
 
     # ---------------------------------------------------------------- unfinished work
 
-    def save_work(
-        self,
-        key: str,
-        token: str,
-        folder: Path,
-        last: Mapping[str, Any],
-    ) -> dict[str, Any]:
+    def save_work(self, key: str, token: str, folder: Path, last: Mapping[str, Any]) -> dict[str, Any]:
         """Upload the files whose content the last checkpoint did not have."""
         there = {entry[1]: entry for entry in last.get("files", {}).values()}
         digests = {path: hash_file(folder / path) for path in list_files(folder)}
@@ -313,14 +330,9 @@ class BucketStore:
 
     def load_work(self, key: str, work: Mapping[str, Any]) -> Path:
         """Files that ranks on other nodes have uploaded (`apart`) stay in the bucket until a rank needs them."""
-        name = sha256_text(json.dumps(work["files"], sort_keys=True))
-        folder = self.folder / "work" / key / name
-        remove_tree(folder)
-        make_folder(folder.parent)
-        part = folder.with_name(f".{name}.{secrets.token_hex(4)}")
-        files = {path: (size, sha, owner) for path, (owner, sha, size) in work["files"].items()}
-        self.receive(part, key, files)
-        return _settle(part, folder)
+        folder = self.scratch()
+        self.receive(folder, key, {path: (size, sha, owner) for path, (owner, sha, size) in work["files"].items()})
+        return folder
 
     def drop_work(self, key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         """Delete by the names of owner and content, which a later checkpoint never has again."""
@@ -351,17 +363,22 @@ class BucketStore:
     def gather(self, key: str, files: Parts) -> Path:
         """A folder of this node's cache with files of unfinished work, verified. Raises Gone or Damaged."""
         entries = {path: FileEntry(size, sha) for path, (size, sha, _) in files.items()}
-        view = self._copies.view(tree_digest(entries))
-        with self._copies.filling(view):
-            if view.exists() and not object_damage(view, deep=False):
-                return view
-            remove_tree(view)
-            make_folder(view.parent)
+
+        def download(part: Path) -> Files:
             self._copies.evict(sum(one.size for one in entries.values()))
-            part = view.with_name(f".{view.name}.{secrets.token_hex(4)}")
             self.receive(part, key, files)
-            _write_manifest(part, entries)
-            return _settle(part, view)
+            return entries
+
+        return self._cached_copy(self._copies.object(tree_digest(entries)), download)
+
+    def scratch(self) -> Path:
+        """A new folder of this node, which the caller removes. Folders of processes that were killed are removed here."""
+        root = self.folder / "scratch"
+        root.mkdir(parents=True, exist_ok=True)
+        sweep_temporaries(root)
+        made = temporary_for(root / "part")
+        made.mkdir()
+        return made
 
     # ---------------------------------------------------------------- collection
 
@@ -374,8 +391,7 @@ class BucketStore:
         for table in self._tables("objects/"):
             digest, state = table.name.partition("/")[2], table.value
             if digest not in but and _generations(state):
-                size = sum(size for size, _ in state.get("files", {}).values())
-                yield StoredObject(digest, table.version, table.written, state["condemned"], size)
+                yield StoredObject(digest, table.version, table.written, state["condemned"], _size(state))
 
     def condemn(self, one: StoredObject) -> bool:
         """Mark the version that was listed, and no other."""
@@ -384,8 +400,7 @@ class BucketStore:
     def delete(self, one: StoredObject) -> bool:
         """Remove the table of an object first, and then the files of the generations that it named."""
         before = self._mark(one, lambda state: _NO_OBJECT)
-        for generation in [] if before is None else _generations(before):
-            self._delete(self._names(f"data/{one.digest}-{generation}/"))
+        self._delete_generations(one.digest, () if before is None else _generations(before))
         return before is not None
 
     def _mark(self, one: StoredObject, edit: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any] | None:
@@ -403,13 +418,8 @@ class BucketStore:
         """Files are listed before tables are read: a table names a generation before its first file exists."""
         dead: list[str] = []
         data, work = self._groups("data/"), self._groups("work/")
-        known = {
-            f"{table.name.partition('/')[2]}-{one}"
-            for table in (self._tables("objects/") if data else ())
-            for one in _generations(table.value)
-        }
         for group, names in data.items():
-            dead += [] if group in known or self._is_generation(group) else names
+            dead += [] if self._is_generation(group) else names
         for group, names in work.items():
             dead += [] if self._is_work(group) else names
         if not dry_run:
@@ -426,8 +436,8 @@ class BucketStore:
     def _is_generation(self, group: str) -> bool:
         """True if the table of the object names this generation now."""
         digest, _, generation = group.partition("-")
-        found = self._read(f"objects/{digest}")
-        return found is not None and generation in _generations(found.value)
+        found = (read(f"objects/{digest}") for read in (self._recent, self._read))
+        return any(table is not None and generation in _generations(table.value) for table in found)
 
     def _is_work(self, group: str) -> bool:
         """True if the table of the key names this owner now, as its lease or in its checkpoint."""
@@ -539,7 +549,7 @@ class BucketStore:
 
     def _list_tables(self, prefix: str, damaged: list[DamagedTable] | None) -> Iterator[StoredTable]:
         """The listed tables, read by several threads where this node does not have them."""
-        listed = list(self._again(lambda: list(self.server.list(prefix))))
+        listed = self._again(lambda: list(self.server.list(prefix)))
 
         def get(one: tuple[str, str, float, int]) -> StoredTable | None:
             try:
@@ -550,8 +560,7 @@ class BucketStore:
                 damaged.append(error)
                 return None
 
-        with ThreadPoolExecutor(THREADS) as pool:
-            yield from (table for table in pool.map(get, listed) if table is not None)
+        yield from (table for table in _each(get, listed) if table is not None)
 
     def _cached(self, name: str, version: str, written: float) -> StoredTable | None:
         """The table at a listed version, from the cache of this node if that holds exactly these bytes."""
@@ -572,8 +581,7 @@ class BucketStore:
 
     def _delete(self, names: Collection[str]) -> None:
         """Delete files, with several threads."""
-        with ThreadPoolExecutor(THREADS) as pool:
-            list(pool.map(lambda name: self._again(lambda: self.server.delete(name)), names))
+        _each(lambda name: self._again(lambda: self.server.delete(name)), names)
 
     def _names(self, prefix: str) -> list[str]:
         """All names below a prefix."""
@@ -586,8 +594,7 @@ class BucketStore:
         def put(content: tuple[str, Path]) -> None:
             self._again(lambda: self.server.upload(f"{prefix}{content[0]}", content[1]))
 
-        with ThreadPoolExecutor(THREADS) as pool:
-            list(pool.map(put, by_content.items()))
+        _each(put, by_content.items())
 
     def _download(
         self, files: Mapping[str, tuple[str, FileEntry]], part: Path, server: ObjectServer | None = None
@@ -606,8 +613,7 @@ class BucketStore:
             rule = f"{name} arrived {TRIES} times with other content"
             raise Damaged("artifact", prefix, rule, "check this node; run `rlhf store verify` on another")
 
-        with ThreadPoolExecutor(THREADS) as pool:
-            list(pool.map(get, files.items()))
+        _each(get, files.items())
 
     def _again(self, request: Callable[[], T]) -> T:
         """Repeat a request for as long as a stage can wait for the bucket."""
@@ -617,31 +623,23 @@ class BucketStore:
 # ---------------------------------------------------------------- private
 
 
+def _each(do: Callable[[Item], T], items: Iterable[Item]) -> list[T]:
+    """The results of `do` for all items, which several threads compute."""
+    with ThreadPoolExecutor(THREADS) as pool:
+        return list(pool.map(do, items))
+
+
 def _work_names(work: Mapping[str, Any]) -> set[tuple[str, str]]:
     """Owner and SHA-256 of all files of unfinished work."""
     entries: Iterable[Any] = (*work.get("files", {}).values(), *work.get("apart", {}).values())
     return {(owner, sha) for owner, sha, _ in entries}
 
 
+def _size(state: Mapping[str, Any]) -> int:
+    """Bytes of the files that the table of an object lists."""
+    return sum(size for size, _ in state.get("files", {}).values())
+
+
 def _generations(state: Mapping[str, Any]) -> list[str]:
     """The generations that the table of an object names; files of any other may be deleted."""
     return [one for one in (state["live"], *state["pending"], *state.get("aside", ())) if one]
-
-
-def _write_manifest(folder: Path, files: Files) -> None:
-    """Write the list of files that an object on a disk has."""
-    listed = {path: {"size": one.size, "sha256": one.sha256} for path, one in files.items()}
-    write_json(folder / MANIFEST, {"schema": 1, "files": listed})
-
-
-def _settle(part: Path, folder: Path) -> Path:
-    """Give the complete files in `part` their read-only place, after they are on the disk."""
-    fsync_tree(part)
-    try:
-        part.rename(folder)
-    except OSError:  # another process of this node was faster
-        remove_tree(part)
-        return folder
-    make_read_only(folder)
-    fsync_path(folder.parent)
-    return folder

@@ -10,7 +10,6 @@ the system drops if the process dies. The note is removed when the part is whole
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
 import logging
@@ -28,7 +27,7 @@ from typing import Any, BinaryIO
 
 from pydantic import Field
 
-from rlhf_core.errors import ArtifactError, ConfigError, WorkerLostError
+from rlhf_core.errors import ArtifactError, WorkerLostError
 from rlhf_core.store.fingerprint import hash_file, list_files
 from rlhf_core.store.layout import (
     disk_full,
@@ -103,10 +102,10 @@ def _write(note: Path, held: BinaryIO, write: Callable[[], None]) -> None:
 
 
 def _note_failure(note: Path, held: BinaryIO, error: BaseException) -> None:
-    with contextlib.suppress(FileNotFoundError):  # the folder has been removed meanwhile
+    with suppress(FileNotFoundError):  # the folder has been removed meanwhile
         # A full disk may have no room for a reason: an empty note means a full disk.
         if not disk_is_full(error, note.parent):
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 os.write(held.fileno(), f"{type(error).__name__}: {error}".encode()[:2000])
         note.rename(note.with_name(_FAILED + note.name.removeprefix(_WRITING)))
 
@@ -141,7 +140,7 @@ def _bytes(folder: Path) -> int:
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:
-            with contextlib.suppress(FileNotFoundError):  # notes are created and removed at any time
+            with suppress(FileNotFoundError):  # notes are created and removed at any time
                 total += Path(parent, name).lstat().st_size
     return total
 
@@ -176,38 +175,26 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The checkpoints in `root`: the newest `keep_last` and the `keep_best` with the largest metric are kept.
+    """The checkpoints in `root`: the newest and the `keep_best` with the largest metric are kept.
 
     `fence` raises an error if this process may no longer write here, because another one has taken over.
     """
 
-    def __init__(
-        self, root: Path, *, keep_last: int = 1, keep_best: int = 0, fence: Callable[[], None] = lambda: None
-    ) -> None:
-        if keep_last < 1:
-            raise ConfigError("keep_last", keep_last, "must be >= 1", "keep at least the newest checkpoint")
-        if keep_best < 0:
-            raise ConfigError("keep_best", keep_best, "must be >= 0", "use 0 to keep no checkpoints for their metric")
+    def __init__(self, root: Path, *, keep_best: int = 0, fence: Callable[[], None] = lambda: None) -> None:
         self.root = Path(root)
-        self.keep_last = keep_last
         self.keep_best = keep_best
         self._fence = fence
         self._sealing = _Sealing()
 
     def keeping(self, *, best: int) -> Checkpoints:
         """Return the same checkpoints with `keep_best=best`; a checkpoint in progress is shared by both objects."""
-        other = Checkpoints(self.root, keep_last=self.keep_last, keep_best=best, fence=self._fence)
+        other = Checkpoints(self.root, keep_best=best, fence=self._fence)
         other._sealing = self._sealing
         return other
 
     def latest(self) -> Checkpoint | None:
         """Return the newest complete checkpoint; unreadable ones are skipped with a warning. Reads no large file."""
-        self.settle()
-        for folder in sorted(self._folders(), reverse=True):
-            checkpoint = _read(folder)
-            if checkpoint is not None:
-                return checkpoint
-        return None
+        return self.to_resume(lambda folder: "")
 
     def to_resume(self, damage: Callable[[Path], str]) -> Checkpoint | None:
         """Return the newest complete checkpoint after verifying every byte; damaged ones are skipped with a warning.
@@ -287,7 +274,7 @@ class Checkpoints:
 
     def _evict(self) -> None:
         newest_first = self._readable()
-        keep = {checkpoint.path for checkpoint in newest_first[: self.keep_last]}
+        keep = {checkpoint.path for checkpoint in newest_first[:1]}
         keep |= {checkpoint.path for checkpoint in _by_metric(newest_first)[: self.keep_best]}
         for folder in self._folders():
             if folder not in keep:

@@ -17,8 +17,8 @@ from rlhf_core.errors import ArtifactError
 from rlhf_core.store.attempts import AttemptFolder, checkpoints, is_resumable
 from rlhf_core.store.disk import TRASH, empty_trash
 from rlhf_core.store.layout import folder_bytes, move_aside, walk
-from rlhf_core.store.leases import living_owner, name_of, owner_in
-from rlhf_core.store.protocol import Conflict, DamagedTable, Gone, Store, StoredTable, discard, update
+from rlhf_core.store.leases import living_owner, name_of, owner_in, without
+from rlhf_core.store.protocol import Conflict, DamagedTable, Gone, Store, StoredTable, update
 from rlhf_core.store.roots import Root, roots_of
 
 DAY_S = 86_400.0
@@ -42,19 +42,15 @@ def note_use(store: Store, found: StoredTable | None) -> bool:
         return True
     try:
         update(store, found.name, _used, refers=[found.value["record"]["object"]])
-    except (Gone, _Removed):
+    except Gone:
         return False
     return True
 
 
-class _Removed(Exception):
-    """The record was removed by a collection."""
-
-
 def _used(value: dict[str, Any]) -> dict[str, Any]:
-    """Write the table unchanged, which makes it young. Raises _Removed if a collection was faster."""
+    """The same value: writing it makes the table young. Raises Gone if a collection was faster."""
     if not value.get("record"):
-        raise _Removed
+        raise Gone("a collection has removed the record")
     return value
 
 
@@ -97,13 +93,7 @@ class GcReport:
         return sum(item.bytes for item in self.items if item.kind != "marked")
 
 
-def collect(
-    store: Store,
-    *,
-    keep_days: float = KEEP_DAYS,
-    dry_run: bool = False,
-    project: str = "",
-) -> GcReport:
+def collect(store: Store, *, keep_days: float = KEEP_DAYS, dry_run: bool = False, project: str = "") -> GcReport:
     """Keep the objects that roots and recently used records reach through their inputs, and remove the rest.
 
     A record is removed before its object, so no record points to a missing object. While a table cannot be read, records and
@@ -195,10 +185,9 @@ class _Collection:
                 yield self._removed("attempt", checkpoints(past), label, reason)
 
     def quarantine(self) -> Iterator[GcItem]:
-        """Remove old objects in the quarantine of a store on a disk."""
-        for path in sorted((self.store.folder / "quarantine").glob("*")):
-            if _modified(path) < self.horizon:
-                yield self._removed("quarantine", path, "", f"there for {self._days(_modified(path))}")
+        """Delete the files that `verify` has set aside long ago. Their records can no longer be restored."""
+        for one in self.store.delete_aside(self.horizon, dry_run=self.dry_run):
+            yield GcItem("quarantine", one.digest, one.bytes, "", f"there for {self._days(one.since)}")
 
     def kept(self) -> Iterator[tuple[str, str]]:
         """Label and reason of each record that was not used for long and that a root keeps."""
@@ -244,7 +233,7 @@ class _Collection:
 def _release(store: Store, table: StoredTable) -> None:
     """Remove the lease of a silent process. If the process still runs, its next heartbeat or commit fails."""
     with suppress(Conflict):
-        store.write(table.name, {name: one for name, one in table.value.items() if name != "lease"}, table.version)
+        store.write(table.name, without(table.value, "lease"), table.version)
 
 
 def _is_removed(store: Store, table: StoredTable) -> bool:
@@ -343,10 +332,9 @@ def verify(store: Store, *, set_aside: bool = False) -> list[Damage]:
 
 def _set_record_aside(store: Store, table: StoredTable, problem: str) -> None:
     """Let a record no longer count. It stays in the table, with the reason."""
-    value = {name: one for name, one in table.value.items() if name != "record"}
+    aside = {"record": table.value["record"], "problem": problem}
     with suppress(Conflict):  # computed again meanwhile
-        aside = {"record": table.value["record"], "problem": problem}
-        store.write(table.name, value | {"aside": aside}, table.version)
+        store.write(table.name, without(table.value, "record") | {"aside": aside}, table.version)
 
 
 def restore(store: Store, key: str) -> None:
@@ -364,10 +352,5 @@ def restore(store: Store, key: str) -> None:
     if problem:
         store.set_aside(digest)
         raise ArtifactError("artifact", digest[:12], f"is damaged ({problem})", "run the stage again")
-    value = {name: one for name, one in found.value.items() if name != "aside"}
-    store.write(found.name, value | {"record": aside["record"]}, found.version, refers=[digest])
-
-
-def forget(store: Store, key: str) -> None:
-    """Remove the table of a key, so that its stage runs again from the beginning."""
-    discard(store, name_of(key))
+    value = without(found.value, "aside") | {"record": aside["record"]}
+    store.write(found.name, value, found.version, refers=[digest])

@@ -7,7 +7,6 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from rlhf_core.store.disk_lock import alone, disk_time
 from rlhf_core.store.fingerprint import list_files
 from rlhf_core.store.layout import (
     MANIFEST,
+    folder_bytes,
     fsync_path,
     fsync_tree,
     make_folder,
@@ -23,10 +23,9 @@ from rlhf_core.store.layout import (
     move,
     move_aside,
     remove_tree,
-    temporary_for,
-    write_json,
+    write_bytes,
 )
-from rlhf_core.store.object_check import object_damage
+from rlhf_core.store.object_check import object_damage, write_manifest
 from rlhf_core.store.protocol import (
     Conflict,
     Damaged,
@@ -83,12 +82,7 @@ class DiskStore:
         return nullcontext()
 
     def write(
-        self,
-        name: str,
-        value: Mapping[str, Any],
-        expected: str | None,
-        *,
-        refers: Collection[str] = (),
+        self, name: str, value: Mapping[str, Any], expected: str | None, *, refers: Collection[str] = ()
     ) -> StoredTable:
         """Replace a file under the lock, after a look at the objects that it refers to."""
         with self._lock():
@@ -155,8 +149,7 @@ class DiskStore:
         files, because a process that took the key over has removed them.
         """
         target = self._object(digest)
-        manifest = {"schema": 1, "files": {path: asdict(entry) for path, entry in files.items()}}
-        write_json(folder / MANIFEST, manifest)
+        write_manifest(folder, files)
         fsync_tree(folder)
         make_folder(target.parent)
         with self._lock():
@@ -212,15 +205,18 @@ class DiskStore:
                 make_folder(self._object(digest).parent)
                 move(aside[-1], self._object(digest))
 
+    def delete_aside(self, before: float, *, dry_run: bool) -> Iterator[StoredObject]:
+        """Files and folders in quarantine."""
+        for path in sorted((self.folder / "quarantine").glob("*")):
+            since = path.stat().st_mtime
+            if since < before:
+                yield StoredObject(str(path), "", since, condemned=True, bytes=folder_bytes(path))
+                if not dry_run:
+                    move_aside(path, self.folder / TRASH)
+
     # ---------------------------------------------------------------- unfinished work: all nodes see the folder itself
 
-    def save_work(
-        self,
-        key: str,
-        token: str,
-        folder: Path,
-        last: Mapping[str, Any],
-    ) -> dict[str, Any]:
+    def save_work(self, key: str, token: str, folder: Path, last: Mapping[str, Any]) -> dict[str, Any]:
         """Make the folder durable; all nodes see it."""
         fsync_tree(folder)
         for above in folder.parents[: len(folder.relative_to(self.folder).parts)]:
@@ -234,12 +230,7 @@ class DiskStore:
             raise Gone("checkpoint", str(folder), "is gone", "use --force to start over")
         return folder
 
-    def drop_work(
-        self,
-        key: str,
-        before: Mapping[str, Any],
-        now: Mapping[str, Any],
-    ) -> None:
+    def drop_work(self, key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         """Remove the earlier folder."""
         if before and before.get("folder") != now.get("folder"):
             remove_tree(self.folder / before["folder"])
@@ -265,22 +256,17 @@ class DiskStore:
     def delete(self, one: StoredObject) -> bool:
         """Move the folder out of the store in one step."""
         target = self._object(one.digest)
-        moved = move_aside(target, self.folder / TRASH)  # `sweep` empties it, without the lock
+        moved = move_aside(target, self.folder / TRASH)  # the collection empties it, without the lock
         fsync_path(target.parent)
         return moved is not None
 
     def sweep(self, *, dry_run: bool) -> int:
-        """Empty the trash. No upload is ever cut off here: a folder is moved in one step."""
-        if not dry_run:
-            empty_trash(self.folder)
-        return 0  # uploads are never interrupted: a folder is moved in one step
+        """Nothing: a folder is moved in one step, so no upload is ever cut off."""
+        return 0
 
     # ---------------------------------------------------------------- private
 
-    def _table(
-        self,
-        name: str,
-    ) -> Path:
+    def _table(self, name: str) -> Path:
         return self.folder / "tables" / f"{name}.json"
 
     def _object(self, digest: str) -> Path:
@@ -325,31 +311,19 @@ def _replace(path: Path, raw: bytes, *, is_new: bool) -> None:
     A host of a network file system may believe for some seconds that a file does not exist, also under the lock. A new file
     is therefore made by a link, which the server refuses if it has the name.
     """
-    make_folder(path.parent)
-    temporary = temporary_for(path)
     try:
-        with temporary.open("wb") as stream:
-            stream.write(raw)
-            stream.flush()
-            os.fsync(stream.fileno())
-        if not (is_new and _is_linked(temporary, path)):
-            temporary.replace(path)
+        write_bytes(path, raw, durable=True, put=_link if is_new else Path.replace)
     except FileExistsError:
-        temporary.unlink(missing_ok=True)
         raise Conflict(str(path)) from None
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    fsync_path(path.parent)
 
 
-def _is_linked(temporary: Path, path: Path) -> bool:
-    """Give a file its new name by a link; False on a disk without links."""
+def _link(temporary: Path, path: Path) -> None:
+    """Give a new file its name by a link, or by renaming it on a disk without links."""
     try:
         os.link(temporary, path)
     except OSError as error:
-        if error.errno in _NO_LINKS:
-            return False
-        raise
-    temporary.unlink()
-    return True
+        if error.errno not in _NO_LINKS:
+            raise
+        temporary.replace(path)
+    else:
+        temporary.unlink()

@@ -6,7 +6,7 @@ files of an object are copied to the new place when a write refers to the object
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,21 +40,8 @@ class EarlierDiskStore(DiskStore):
             for path in _paths(name):
                 move_aside(self.folder / path, self.folder / "quarantine")
 
-    def write(
-        self,
-        name: str,
-        value: Mapping[str, Any],
-        expected: str | None,
-        *,
-        refers: Collection[str] = (),
-    ) -> StoredTable:
-        """Raise the schema of the store first: an older program would not see the table."""
-        mark_schema(self.folder)
-        return super().write(name, value, expected, refers=refers)
-
     def remove(self, name: str, expected: str) -> None:
         """Remove the files with schema 1, too: they would be the table otherwise."""
-        mark_schema(self.folder)
         with self._lock():
             super().remove(name, expected)
             for path in _paths(name):
@@ -70,6 +57,11 @@ class EarlierDiskStore(DiskStore):
                 if name not in found:
                     earlier[name] = f"{earlier.get(name, '')} {path.stat().st_ino} {path.stat().st_mtime_ns}"
         return dict(sorted((found | earlier).items()))
+
+    def _expect(self, name: str, expected: str | None) -> None:
+        """Raise the schema of the store before each change: an older program would not see it."""
+        mark_schema(self.folder)
+        super()._expect(name, expected)
 
     def _file(self, path: str) -> File | None:
         """The content of a file with schema 1. Raises DamagedTable if it is not a table."""
@@ -91,22 +83,6 @@ class EarlierBucketStore(BucketStore):
         self.earlier = earlier
         self._times: dict[str, float] | None = None
         """Path -> time of the last write of the files with schema 1, listed once."""
-
-    def write(
-        self,
-        name: str,
-        value: Mapping[str, Any],
-        expected: str | None,
-        *,
-        refers: Collection[str] = (),
-    ) -> StoredTable:
-        """An earlier table has no version at the new place: the write creates the table."""
-        is_earlier = expected is not None and expected.startswith(_EARLIER)
-        return super().write(name, value, None if is_earlier else expected, refers=refers)
-
-    def remove(self, name: str, expected: str) -> None:
-        """The value of a removed table hides the files with schema 1."""
-        self.write(name, {"removed": True}, expected)
 
     def tables(self, prefix: str, *, damaged: list[DamagedTable] | None = None) -> Iterator[StoredTable]:
         """The tables, and the files with schema 1 whose tables do not exist yet."""
@@ -151,8 +127,7 @@ class EarlierBucketStore(BucketStore):
             raise Gone("artifact", digest[:12], f"is not in {self.uri}", "run again to make it again")
         manifest = json.loads(self._again(lambda: self.earlier.get(f"objects/{digest}.json"))[0])
         files = {path: FileEntry(int(one["size"]), str(one["sha256"])) for path, one in manifest["files"].items()}
-        part = self.folder / "earlier" / digest
-        remove_tree(part)
+        part = self.scratch()
         self._download({path: ("blobs/", one) for path, one in files.items()}, part, self.earlier)
         self.add(digest, part, files)
         self.settle(digest, part, files)
@@ -165,6 +140,11 @@ class EarlierBucketStore(BucketStore):
         if found is not None or known is not None or not name.startswith("tables/"):
             return found
         return self._earlier_table(name.removeprefix("tables/"))
+
+    def _write(self, name: str, value: Mapping[str, Any], expected: str | None) -> StoredTable:
+        """An earlier table has no version at the new place: the write creates the table, or a removed one, which hides it."""
+        is_earlier = expected is not None and expected.startswith(_EARLIER)
+        return super()._write(name, value, None if is_earlier else expected)
 
     def _get(self, name: str) -> tuple[bytes, StoredTable] | None:
         """A table, or else the files with schema 1."""
@@ -214,11 +194,7 @@ class EarlierBucketStore(BucketStore):
 # ---------------------------------------------------------------- files with schema 1 as tables
 
 
-def _table(
-    name: str,
-    read: Callable[[str], File | None],
-    children: Callable[[str], list[str]],
-) -> StoredTable | None:
+def _table(name: str, read: Callable[[str], File | None], children: Callable[[str], list[str]]) -> StoredTable | None:
     """The table that the files with schema 1 amount to; None without any."""
     kind, _, rest = name.partition("/")
     if kind == "keys":
@@ -253,11 +229,7 @@ def stored_record(facts: Mapping[str, Any]) -> dict[str, Any]:
     return {"object": digest, "inputs": inputs, "facts": dict(facts)}
 
 
-def _gate(
-    question: str,
-    read: Callable[[str], File | None],
-    children: Callable[[str], list[str]],
-) -> File:
+def _gate(question: str, read: Callable[[str], File | None], children: Callable[[str], list[str]]) -> File:
     """A question was a folder: the finding, a file for each run that waits, and a numbered file for each answer."""
     folder = f"roots/gates/{question}"
     found = {name: read(f"{folder}/{name}") for name in children(folder)}

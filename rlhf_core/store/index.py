@@ -5,7 +5,7 @@ written to, so an entry of the same version is valid; all others are read again.
 another version, everything is read again silently. They are written atomically; of two processes that write at the
 same time the last wins, and its entries are as good.
 
-`remembered_code` keeps the analyses of source files in the same way, by their content and in the user's cache folder.
+`rlhf_core.stage.code` keeps the analyses of source files in the same way, by their content and in the user's cache folder.
 
 This module imports nothing slow, because `rlhf runs` and `rlhf store ls` depend on it.
 """
@@ -14,19 +14,17 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_core.errors import ConfigError
-from rlhf_core.store.fingerprint import ANALYSES, sha256_text
+from rlhf_core.store.fingerprint import sha256_text
 from rlhf_core.store.layout import (
     MANIFEST,
     StoreLayout,
-    cache_folder,
     folder_bytes,
     object_of,
     read_json,
@@ -39,9 +37,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 VERSION = 2  # of the format: an index of another version is built anew
-RECORDS, OBJECTS, CODE = "records.json", "objects.json", "code.json"
-MOST_CODE = 2000
-"""Number of modules whose analysis is kept, the latest used: a few times the modules of this program."""
+RECORDS, OBJECTS = "records.json", "objects.json"
 
 Status = list[int]
 """Inode, size in bytes, and modification time in nanoseconds."""
@@ -87,7 +83,7 @@ class SetAside:
 
 def rows(store: "Store", layout: StoreLayout) -> tuple[list[Row], list[Unreadable], list[SetAside]]:
     """The rows of all key records, oldest first; the records that cannot be read, and those that were set aside."""
-    known = _load(layout.index / RECORDS)
+    known = load_entries(layout.index / RECORDS)
     entries: dict[str, list[Any]] = {}
     unreadable: list[Unreadable] = []
     aside: list[SetAside] = []
@@ -104,7 +100,7 @@ def rows(store: "Store", layout: StoreLayout) -> tuple[list[Row], list[Unreadabl
             entry = [version, fields]
         entries[name] = entry
     if entries != known and layout.root.is_dir():  # reading a store does not create one
-        _save(layout.index / RECORDS, entries)
+        save_entries(layout.index / RECORDS, entries)
     found = [Row(name.rpartition("/")[2], *entry[1]) for name, entry in entries.items()]
     unreadable.sort(key=lambda one: one.name)
     return sorted(found, key=lambda row: (row.started, row.key)), unreadable, aside
@@ -125,36 +121,19 @@ def states(store: "Store", layout: StoreLayout, digests: set[str]) -> dict[str, 
         return {
             digest: State(sizes.get(digest), "" if digest in sizes else store.problem(digest)) for digest in digests
         }
-    known = _load(layout.index / OBJECTS)
+    known = load_entries(layout.index / OBJECTS)
     entries: dict[str, list[Any]] = {}
     found = {}
-    for digest, folder in layout.object_folders(digests):
+    objects = str(layout.objects)
+    for digest in digests:
+        folder = os.path.join(objects, digest[:2], digest)  # noqa: PTH118  # paths of thousands of objects take a second
         entry = _manifest(folder, known.get(digest))
         if entry is not None:
             entries[digest] = entry
         found[digest] = _state(folder, entry)
     if entries != known and layout.root.is_dir():
-        _save(layout.index / OBJECTS, entries)
+        save_entries(layout.index / OBJECTS, entries)
     return found
-
-
-@contextmanager
-def remembered_code() -> Iterator[None]:
-    """Reuse the analyses of code by earlier processes of this user, and save those of this process.
-
-    Unlike the other indexes, this one belongs to no store: most plans are made before there is one.
-    """
-    try:
-        file = cache_folder() / CODE
-    except (ConfigError, OSError, RuntimeError):  # this user may not look there, or has no home
-        yield
-        return
-    known = _load(file)
-    ANALYSES.update({key: entry for key, entry in known.items() if key not in ANALYSES})
-    yield
-    entries = dict(list(ANALYSES.items())[-MOST_CODE:])
-    if not entries.keys() <= known.keys():
-        _save(file, entries)
 
 
 # ---------------------------------------------------------------- records
@@ -229,7 +208,7 @@ def _as_listed(folder: str, files: Mapping[str, int], *, checked: int) -> bool:
 # ---------------------------------------------------------------- the files of the index
 
 
-def _load(file: Path) -> dict[str, list[Any]]:
+def load_entries(file: Path) -> dict[str, list[Any]]:
     """Entries of an index file; {} if it is missing, damaged or of another version."""
     with suppress(OSError, ValueError):
         heading, _, content = file.read_text(encoding="utf-8").partition("\n")
@@ -239,7 +218,8 @@ def _load(file: Path) -> dict[str, list[Any]]:
     return {}
 
 
-def _save(file: Path, entries: Mapping[str, list[Any]]) -> None:
+def save_entries(file: Path, entries: Mapping[str, list[Any]]) -> None:
+    """Replace an index file. A user who may not write there goes without."""
     content = json.dumps(entries)
     try:
         write_text(file, f"{_heading(content)}\n{content}", durable=False)
@@ -254,10 +234,10 @@ def _heading(content: str) -> str:
 
 @lru_cache(maxsize=1)
 def _maker() -> str:
-    """Return a digest of the code that derives the entries and of the version of Python."""
+    """Digest of the code that derives the entries, and of the version of Python."""
     package = Path(__file__).parents[1]
-    sources = (package / "store/index.py", package / "store/fingerprint.py", package / "user_code/sources.py")
-    return sha256_text(sys.version + "".join(path.read_text(encoding="utf-8") for path in sources))[:16]
+    names = ("store/index.py", "stage/code.py", "user_code/syntax.py", "user_code/sources.py")
+    return sha256_text(sys.version + "".join((package / name).read_text(encoding="utf-8") for name in names))[:16]
 
 
 def _status(status: os.stat_result) -> Status:

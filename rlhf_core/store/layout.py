@@ -7,7 +7,7 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -47,12 +47,6 @@ class StoreLayout:
     def object(self, digest: str) -> Path:
         """Return the folder of an immutable object."""
         return self.objects / digest[:2] / digest
-
-    def object_folders(self, digests: Iterable[str]) -> Iterator[tuple[str, str]]:
-        """Yield each digest with the folder of its object as text: paths of thousands of objects take a second."""
-        objects = str(self.objects)
-        for digest in digests:
-            yield digest, os.path.join(objects, digest[:2], digest)  # noqa: PTH118
 
     def attempt(self, key: str) -> Path:
         """Return the folder of the attempts at a key: checkpoints, unfinished output, metrics."""
@@ -156,18 +150,25 @@ def cache_folder() -> Path:
 
 def write_text(path: Path, text: str, *, durable: bool) -> None:
     """Replace the file atomically by `text`; `durable` waits until it is on disk."""
+    write_bytes(path, text.encode(), durable=durable)
+
+
+def write_bytes(
+    path: Path, content: bytes, *, durable: bool, put: Callable[[Path, Path], object] = Path.replace
+) -> None:
+    """Write a file beside `path`, to which `put` gives the name, atomically; `durable` waits until it is on disk."""
     if durable:
         make_folder(path.parent)
     else:
         path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_for(path)
     try:
-        with temporary.open("w", encoding="utf-8") as stream:
-            stream.write(text)
+        with temporary.open("wb") as stream:
+            stream.write(content)
             if durable:
                 stream.flush()
                 os.fsync(stream.fileno())
-        temporary.replace(path)
+        put(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise

@@ -125,11 +125,7 @@ class Lease:
                 self._known.clear()
                 raise
 
-    def save_work(
-        self,
-        folder: Path,
-        **noted: Any,
-    ) -> None:
+    def save_work(self, folder: Path, **noted: Any) -> None:
         """Make a folder the newest checkpoint of the key. The previous one is deleted once the table names this one."""
         last = self.latest().value.get("work") or {}
         work = self.store.save_work(self.key, self.token, folder, last) | noted
@@ -165,7 +161,7 @@ class Lease:
                 raise
             try:
                 when_added()
-                table = self.update(lambda value: _without(value, "aside") | {"record": dict(record)}, refers=[digest])
+                table = self.update(lambda value: without(value, "aside") | {"record": dict(record)}, refers=[digest])
                 break
             except Gone:  # removed by a collection, because this process stood still between the two
                 if not out.exists():
@@ -178,7 +174,7 @@ class Lease:
         """Remove the checkpoints of a key that has a result, or whose attempt starts over."""
         last = self.latest().value.get("work") or {}
         if last:
-            self.update(lambda value: _without(value, "work"))
+            self.update(lambda value: without(value, "work"))
             self.store.drop_work(self.key, last, {})
 
     def _ours(self, value: dict[str, Any]) -> dict[str, Any]:
@@ -191,12 +187,7 @@ class Lease:
 
 
 @contextmanager
-def hold(
-    store: Store,
-    key: str,
-    *,
-    on_wait: Callable[[Owner], None] | None = None,
-) -> Iterator[Lease]:
+def hold(store: Store, key: str, *, on_wait: Callable[[Owner], None] | None = None) -> Iterator[Lease]:
     """Hold the lease of `key`, after waiting until its owner has released it or has ended."""
     ours = ourselves()
     _HELD.add(ours.token)  # first: another thread of this process may look at the lease as soon as it is written
@@ -216,7 +207,7 @@ def hold(
         _HELD.discard(lease.token)  # even if the release fails, this process never waits for itself
         try:
             with suppress(Lost):
-                lease.update(lambda value: _without(value, "lease"))
+                lease.update(lambda value: without(value, "lease"))
         except (ArtifactError, OSError) as error:  # the result is stored: others wait until the lease is silent
             logger.warning("could not release lease %s: %s", key[:12], error)
 
@@ -242,14 +233,15 @@ def owner_in(value: Mapping[str, Any]) -> Owner | None:
     return Owner(**value["lease"]) if value.get("lease") else None
 
 
+def without(value: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The value of a table without one of its members."""
+    return {one: content for one, content in value.items() if one != name}
+
+
 def ourselves() -> Owner:
     """This process as an owner, with a new token."""
     started = process_stat(os.getpid())
     return Owner(*here(), os.getpid(), -1 if started is None else started[1], secrets.token_hex(16))
-
-
-def _without(value: Mapping[str, Any], name: str) -> dict[str, Any]:
-    return {one: content for one, content in value.items() if one != name}
 
 
 def _is_local(owner: Owner) -> bool:
@@ -266,12 +258,7 @@ def _may_be_silent(owner: Owner) -> bool:
     return not _is_local(owner) or process_state(owner.pid, owner.pid_started) == "stopped"
 
 
-def _acquire(
-    store: Store,
-    key: str,
-    ours: Owner,
-    on_wait: Callable[[Owner], None] | None,
-) -> Lease:
+def _acquire(store: Store, key: str, ours: Owner, on_wait: Callable[[Owner], None] | None) -> Lease:
     """Write a lease into the table of the key, as soon as it has none or its owner has ended or fallen silent."""
     waited, watch = False, _Watch()
     while True:

@@ -1,4 +1,7 @@
-"""The objects of a bucket that this node has a copy of, evicted by last use when they exceed `RLHF_CACHE_GIB`."""
+"""Folders that this node has a copy of, evicted by last use when they exceed `RLHF_CACHE_GIB`.
+
+A copy has the digest of its content as its name, whether it is of an object or of unfinished work of another node.
+"""
 
 import fcntl
 import os
@@ -8,10 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rlhf_core.errors import ArtifactError, ConfigError
-from rlhf_core.store.layout import folder_bytes, remove_tree
-
-VIEWS = "views"
-"""Folder with copies of unfinished work of other nodes."""
+from rlhf_core.store.layout import folder_bytes, fsync_path, fsync_tree, make_read_only, remove_tree
 
 
 class NodeCache:
@@ -24,12 +24,8 @@ class NodeCache:
         self._threads = threading.RLock()
 
     def object(self, digest: str) -> Path:
-        """The folder of the copy of an object."""
+        """The folder of the copy with this digest."""
         return self.root / "objects" / digest[:2] / digest
-
-    def view(self, name: str) -> Path:
-        """The folder of the copy of unfinished work."""
-        return self.root / VIEWS / name
 
     @contextmanager
     def filling(self, folder: Path) -> Iterator[None]:
@@ -45,7 +41,7 @@ class NodeCache:
         """
         limit = cache_bytes()
         sizes = {}
-        for path in (*(self.root / "objects").glob("*/*"), *(self.root / VIEWS).glob("*")):
+        for path in (self.root / "objects").glob("*/*"):
             with suppress(FileNotFoundError):
                 sizes[path] = folder_bytes(path)
         total, gone = sum(sizes.values()) + room, []
@@ -85,6 +81,19 @@ class NodeCache:
 
     def _lock_of(self, name: str) -> Path:
         return self.root / "cache" / f"{name}.use"
+
+
+def settle_copy(part: Path, folder: Path) -> Path:
+    """Give the complete files in `part` their read-only place, after they are on the disk."""
+    fsync_tree(part)
+    try:
+        part.rename(folder)
+    except OSError:  # another process of this node was faster
+        remove_tree(part)
+        return folder
+    make_read_only(folder)
+    fsync_path(folder.parent)
+    return folder
 
 
 def cache_bytes() -> float:

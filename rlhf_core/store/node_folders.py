@@ -63,12 +63,7 @@ class NodeFolder:
 
     def scratch(self) -> Path:
         """A new folder of this node for files that `upload` takes."""
-        root = self._store().folder / "scratch"
-        root.mkdir(parents=True, exist_ok=True)
-        sweep_temporaries(root)
-        made = temporary_for(root / "part")
-        made.mkdir()
-        return made
+        return self._store().scratch()
 
     def upload(self, scratch: Path) -> Parts:
         """Upload the files of a folder of `scratch`, which is removed; returns them for `receive` or `note_elsewhere`."""

@@ -1,14 +1,20 @@
-"""Check the folder of an object against its manifest.
+"""The manifest of an object: a list of its files, against which the folder is checked.
 
 The modification time of a manifest is the time of the last good check: it is written when the object is hashed, and touched
 when it is hashed again. Only files that were written to since then need another look.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from rlhf_core.store.fingerprint import FileEntry, hash_files, list_files, tree_digest
-from rlhf_core.store.layout import MANIFEST, is_inside, read_json
+from rlhf_core.store.layout import MANIFEST, is_inside, read_json, write_json
+
+
+def write_manifest(folder: Path, files: Mapping[str, FileEntry]) -> None:
+    """List the files of an object in its folder."""
+    write_json(folder / MANIFEST, {"schema": 1, "files": {path: asdict(entry) for path, entry in files.items()}})
 
 
 def object_damage(folder: Path, *, deep: bool) -> str:

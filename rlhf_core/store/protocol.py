@@ -108,12 +108,7 @@ class Store(Protocol):
         """
 
     def write(
-        self,
-        name: str,
-        value: Mapping[str, Any],
-        expected: str | None,
-        *,
-        refers: Collection[str] = (),
+        self, name: str, value: Mapping[str, Any], expected: str | None, *, refers: Collection[str] = ()
     ) -> StoredTable:
         """Replace the table if it is at version `expected` (None: if it does not exist); keep the objects it `refers` to.
 
@@ -160,14 +155,11 @@ class Store(Protocol):
     def restore(self, digest: str) -> None:
         """Use the files again that `set_aside` kept last, unless the object has been stored anew."""
 
+    def delete_aside(self, before: float, *, dry_run: bool) -> Iterator[StoredObject]:
+        """Delete, or only list, the files of objects and tables that were set aside before this time."""
+
     # unfinished work
-    def save_work(
-        self,
-        key: str,
-        token: str,
-        folder: Path,
-        last: Mapping[str, Any],
-    ) -> dict[str, Any]:
+    def save_work(self, key: str, token: str, folder: Path, last: Mapping[str, Any]) -> dict[str, Any]:
         """Make a folder that attempt `token` has written readable for other nodes; returns the entry for the key's table.
 
         `last` is the previous entry: files that did not change are not stored twice.
@@ -176,12 +168,7 @@ class Store(Protocol):
     def load_work(self, key: str, work: Mapping[str, Any]) -> Path:
         """A folder of this node with the work that a key's table names. Raises Gone, Damaged or Unreachable."""
 
-    def drop_work(
-        self,
-        key: str,
-        before: Mapping[str, Any],
-        now: Mapping[str, Any],
-    ) -> None:
+    def drop_work(self, key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         """Delete the files of the work `before` that `now` no longer has. Call it after the table was written."""
 
     # collection
@@ -202,11 +189,7 @@ class Store(Protocol):
 
 
 def update(
-    store: Store,
-    name: str,
-    edit: Callable[[dict[str, Any]], Mapping[str, Any]],
-    *,
-    refers: Collection[str] = (),
+    store: Store, name: str, edit: Callable[[dict[str, Any]], Mapping[str, Any]], *, refers: Collection[str] = ()
 ) -> StoredTable:
     """Replace a table by the result of `edit`, as one atomic step. `edit` may be called several times, or raise."""
     while True:

@@ -1,43 +1,32 @@
 """The key record of a finished stage: its artifact, inputs, code and duration."""
 
-import importlib.metadata
 import json
-import platform
 import re
-import subprocess
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
-from functools import lru_cache
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_serializer, field_validator
 
 from rlhf_core import types
 from rlhf_core.errors import ArtifactError
-from rlhf_core.store.failures import Failed
 from rlhf_core.store.protocol import StoredTable
 from rlhf_core.types import ArtifactRef
 
 _URI = re.compile(r"store://[0-9a-f]{64}(/(?!\.\.?(/|$))[^/]+)*|file:///.*", re.DOTALL)
 """Pattern of a valid uri: an object of a store, a folder inside one, or a user's own folder."""
-_COMPUTING = [
-    "torch",
-    "transformers",
-    "tokenizers",
-    "jinja2",
-    "vllm",
-    "deepspeed",
-    "ray",
-    "peft",
-    "datasets",
-    "numpy",
-    "pyarrow",
-    "pydantic",
-]
-"""Packages whose version may change a result."""
-_ONLY_SHOWN = ("prefect", "mlflow")
-"""Packages whose version is recorded, but never changes a result."""
+
+
+class Failed(BaseModel):
+    """The number of failed answers and of all answers in one place, and the settings that the result counts for."""
+
+    model_config = ConfigDict(frozen=True)
+    failed: int
+    answers: int
+    settings: dict[str, Any]
+
+    def share(self) -> str:
+        """Return the number of failed answers as a phrase for people."""
+        return f"{self.failed} of {self.answers} answers failed"
 
 
 class Provenance(BaseModel):
@@ -104,7 +93,8 @@ class KeyRecord(Provenance):
 
     def to_json(self) -> dict[str, Any]:
         """The record as a JSON value."""
-        return self.model_dump(mode="python")
+        value: dict[str, Any] = json.loads(json.dumps(self.model_dump(mode="python")))
+        return value
 
 
 def stored_handle(handle: ArtifactRef) -> dict[str, Any]:
@@ -152,52 +142,3 @@ def _uris(handle: ArtifactRef) -> Iterator[str]:
         child = getattr(handle, name)
         if isinstance(child, ArtifactRef):
             yield from _uris(child)
-
-
-@lru_cache(maxsize=1)
-def environment() -> dict[str, str]:
-    """Return the versions of Python and of the libraries, the platform and the git commit."""
-    return versions() | _installed(_ONLY_SHOWN) | {"platform": platform.platform()} | _git()
-
-
-@lru_cache(maxsize=1)
-def versions() -> dict[str, str]:
-    """Return the versions of Python and of the libraries that compute; only `--strict-env` puts them into the key."""
-    return {"python": platform.python_version()} | _installed(_COMPUTING)
-
-
-def other_versions(then: Mapping[str, str], now: Mapping[str, str] | None = None) -> list[str]:
-    """Return a phrase for each version in `then` that is different now.
-
-    Packages that one of the two lacks are ignored: a base install, which only plans, has none.
-
-    >>> other_versions({"torch": "2.8", "peft": "0.17", "platform": "Linux"}, {"torch": "2.9", "numpy": "2.0"})
-    ['torch: 2.8 -> 2.9']
-    """
-    found = versions() if now is None else now
-    both = (name for name in then if name in ("python", *_COMPUTING) and name in found)
-    return [f"{name}: {then[name]} -> {found[name]}" for name in both if found[name] != then[name]]
-
-
-def _installed(packages: Iterable[str]) -> dict[str, str]:
-    """Return the versions of those packages that are installed."""
-    found = {}
-    for package in packages:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
-
-
-def _git() -> dict[str, str]:
-    here = Path(__file__).resolve().parent
-    try:
-        sha = _git_output(here, "rev-parse", "HEAD")
-        dirty = bool(_git_output(here, "status", "--porcelain", "--untracked-files=no"))
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    return {"git_sha": sha, "git_dirty": "yes" if dirty else "no"}
-
-
-def _git_output(folder: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(folder), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()

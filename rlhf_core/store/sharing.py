@@ -15,7 +15,6 @@ from pathlib import Path
 from rlhf_core.errors import ArtifactError
 
 _OF_A_FOLDER = stat.S_ISGID | stat.S_IRWXG
-_OF_ALL = stat.S_IRWXG
 
 
 def share(root: Path, group: str) -> None:

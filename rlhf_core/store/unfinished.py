@@ -56,7 +56,7 @@ def note_holder(lease: Lease, folder: Path) -> None:
 def bring_work(lease: Lease, folder: Path) -> None:
     """Move the work of a later attempt on another node into the attempt folder of this node.
 
-    Raises Lost, Gone, Damaged or Unreachable if this node cannot read it.
+    Raises Lost, Gone, Damaged or Unreachable if this node cannot read it: a new beginning would replace a good checkpoint.
     """
     if lease.store.folder_is_shared:
         return
@@ -65,9 +65,6 @@ def bring_work(lease: Lease, folder: Path) -> None:
     if not work or work["attempt"] <= max(numbers, default=0):
         return
     brought = lease.load_work(work)
-    for parent, _, names in os.walk(brought):
-        for path in (Path(parent), *(Path(parent, name) for name in names)):
-            path.chmod(path.stat().st_mode | 0o200)
     make_folder(folder)
     fsync_tree(brought)
     brought.rename(folder / f"work-{work['attempt']}")

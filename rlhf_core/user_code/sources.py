@@ -18,20 +18,16 @@ from typing import Any
 from rlhf_core.errors import ConfigError, nearest
 from rlhf_core.moved import present_module
 from rlhf_core.processes.installed import is_users_own
-from rlhf_core.store.fingerprint import (
+from rlhf_core.store.fingerprint import canonical_json, hash_file, hash_tree, sha256_text, tree_digest
+from rlhf_core.user_code.former_digests import FORMER_DIGESTS
+from rlhf_core.user_code.syntax import (
     OUR_PACKAGES,
     analysis_of,
-    canonical_json,
     functions_of,
-    hash_file,
-    hash_tree,
     imported_names,
     parse_source,
-    sha256_text,
     top_level_names,
-    tree_digest,
 )
-from rlhf_core.user_code.former_digests import FORMER_DIGESTS
 
 ENVIRONMENT = "env:"
 DECLARATION = "DEPENDS_ON"

@@ -26,7 +26,6 @@ from typing import Any
 
 from rlhf_core.processes.installed import installed_folders, is_users_own
 from rlhf_core.secrets.redaction import without_secrets
-from rlhf_core.store.fingerprint import parse_source
 from rlhf_core.user_code.sources import (
     ENVIRONMENT,
     PROGRAM_PACKAGES,
@@ -35,6 +34,7 @@ from rlhf_core.user_code.sources import (
     in_folders,
     locate,
 )
+from rlhf_core.user_code.syntax import parse_source
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,9 @@ from rlhf_core.config.agents import AgentConfig
 from rlhf_core.config.data import ArithmeticWorld, InstructionsWorld, MixedWorlds, SupportWorld
 from rlhf_core.errors import ConfigError
 from rlhf_core.moved import MOVED
+from rlhf_core.stage.code import module_digests
 from rlhf_core.stage.key import key_payload, stage_code
-from rlhf_core.store.fingerprint import canonical_json, module_digests, sha256_text
+from rlhf_core.store.fingerprint import canonical_json, sha256_text
 from stages.config.generate import GenerateConfig
 from stages.config.prepare_data import PrepareDataConfig
 from stages.table import STAGES
@@ -32,7 +33,7 @@ NAMES_TOPICS = {
     "rlhf_core/config/runtime.py": "the module of a sampler",
     "pipelines/cli/extras.py": "a topic is not installed",
     "pipelines/cli/run_command.py": "names of loggers",
-    "rlhf_core/store/fingerprint.py": "the code of topics counts",
+    "rlhf_core/user_code/syntax.py": "the code of topics counts",
 }
 """File of the core that names the package -> why."""
 

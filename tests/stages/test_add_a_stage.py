@@ -14,9 +14,10 @@ from pipelines.flows.graph import Stages
 from pipelines.prefect_flows.stage_flows import stage_flow
 from rlhf_core.config.runtime import RuntimeConfig
 from rlhf_core.data.tables import read_demonstrations
+from rlhf_core.stage.code import module_digests
 from rlhf_core.stage.key import StageSpec, key_payload
 from rlhf_core.store.artifacts import ArtifactStore
-from rlhf_core.store.fingerprint import code_digest
+from rlhf_core.store.fingerprint import canonical_json, sha256_text
 from rlhf_core.types import ArtifactRef, DemonstrationsRef
 from stages import table
 from tests.support.training import demonstrations
@@ -73,4 +74,4 @@ def test_its_declaration_makes_its_form_and_a_pipeline_can_call_it(declared):
     pipeline = Stages(kept, seed=17, runtime=RuntimeConfig())
     pipeline.run(declared, "shorten", declared.config(), demonstrations=given)
     assert specs[0].inputs == {"demonstrations": given}
-    assert key_payload(specs[0])["code"] == code_digest("stages.shorten")
+    assert key_payload(specs[0])["code"] == sha256_text(canonical_json(module_digests("stages.shorten")))

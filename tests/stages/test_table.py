@@ -14,10 +14,10 @@ import pytest
 from pipelines.execution.plan import plan
 from pipelines.flows.profile import load_profile
 from pipelines.prefect_flows.stage_flows import STAGE_FLOWS
+from rlhf_core.stage.code import module_digests
 from rlhf_core.stage.context import StageContext
 from rlhf_core.stage.key import key_payload, payload_key
 from rlhf_core.store.artifacts import ArtifactStore
-from rlhf_core.store.fingerprint import module_digests
 from rlhf_core.types import ArtifactRef
 from stages import declaration
 from stages.table import STAGES

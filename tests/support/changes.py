@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from rlhf_core.store.fingerprint import _syntax, imported_names
+from rlhf_core.stage.code import _syntax
+from rlhf_core.user_code.syntax import imported_names
 
 ROOT = Path(__file__).resolve().parents[2]
 BY_CHANGE = ("tests/campaigns/", "tests/benchmarks/", "tests/rlhf_contrib/")

@@ -13,7 +13,8 @@ from pipelines.services.home import Home
 from rlhf_contrib.ray_jobs.executor import RayJobExecutor
 from rlhf_core.stage.key import Strictness
 from rlhf_core.store.artifacts import ArtifactStore
-from rlhf_core.store.collection import forget
+from rlhf_core.store.leases import name_of
+from rlhf_core.store.protocol import discard
 from rlhf_core.tracking.memory import MemoryTracker
 from tests.pipelines.execution.test_run import run_once
 from tests.support.listener import Notes
@@ -66,7 +67,7 @@ def test_nothing_is_taken_or_told_if_one_stage_is_to_be_computed(tmp_path, home)
 def test_a_result_that_went_away_after_the_plan_is_not_taken(tmp_path, home):
     run_once(tmp_path, home)
     planned, store = planned_toys(tmp_path, home)
-    forget(store.shared, planned[1].decision.key)
+    discard(store.shared, name_of(planned[1].decision.key))
     assert results_if_all_cached(planned, store, Notes(), strict=Strictness()) is None
 
 

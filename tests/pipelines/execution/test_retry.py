@@ -16,7 +16,8 @@ from rlhf_core.stage.key import StageSpec
 from rlhf_core.store import attempts
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.checkpoints import Checkpoints
-from rlhf_core.store.collection import forget
+from rlhf_core.store.leases import name_of
+from rlhf_core.store.protocol import discard
 from rlhf_core.store.records import KeyRecord
 from rlhf_core.tracking.memory import MemoryTracker
 from rlhf_core.types import ArtifactRef
@@ -114,7 +115,7 @@ def test_a_stage_whose_trainer_is_killed_ends_with_the_same_bytes_in_the_same_ru
     notes, tracker, until = Notes(), MemoryTracker(), RunOptions(until="sft")
     with open_run(config, lifecycle, until, home=home, tracker=tracker, listener=notes) as run:
         in_peace = run_sft(lambda *_: None)
-        forget(run.context.store.shared, in_peace.key)
+        discard(run.context.store.shared, name_of(in_peace.key))
         broken = run_sft(kill_the_trainer)
     assert broken.handle == in_peace.handle
     assert len(killed) == 1 and broken.attempts == in_peace.attempts + 2 and broken.resumed_from in (1, 2)

@@ -2,8 +2,8 @@ import json
 from pathlib import Path
 
 from pipelines.execution.plan import input_versions, version_lines
+from rlhf_core.stage import versions
 from rlhf_core.stage.run import execute
-from rlhf_core.store import records
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import PolicyRef
 from tests.support.toy_stage import NoEngines, RecordingTracker, stage_key, toy_spec
@@ -27,8 +27,8 @@ def test_what_differs_from_when_the_stage_was_made_is_said(tmp_path, monkeypatch
     same = ["packages: the same versions as when it was made"]
     # A stage that reads the same folder twice, as PPO does: the record lists it once.
     assert list(version_lines(store, spec, record)) == list(version_lines(store, twice, None)) == same
-    numpy = records.versions()["numpy"]
-    monkeypatch.setattr(records, "versions", lambda: {"python": records.platform.python_version(), "numpy": "0.1"})
+    numpy = versions.versions()["numpy"]
+    monkeypatch.setattr(versions, "versions", lambda: {"python": versions.platform.python_version(), "numpy": "0.1"})
     said = list(version_lines(store, spec, record))
     assert said == [f"numpy: {numpy} -> 0.1"], "packages that are not installed are no difference"
     other = policy(store, two, template="B")

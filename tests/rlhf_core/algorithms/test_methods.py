@@ -15,7 +15,7 @@ from rlhf_core.algorithms import advantage, policy, preference
 from rlhf_core.algorithms.advantage.base import GroupAdvantage, GroupRewards
 from rlhf_core.algorithms.methods import methods_in, one_of
 from rlhf_core.algorithms.preference.base import PairBatch, PreferenceMethod
-from rlhf_core.store.fingerprint import module_digests
+from rlhf_core.stage.code import module_digests
 
 ROOT = Path(__file__).resolve().parents[3]
 FAMILIES = (preference, policy, advantage)

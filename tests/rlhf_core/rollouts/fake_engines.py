@@ -5,7 +5,7 @@ from typing import Any
 
 from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.interfaces import Weights
-from rlhf_core.store.failures import Counts
+from rlhf_core.stage.failures import Counts
 from rlhf_core.types import Completion, Generation, Message, Prompt, Rollout, SamplingRequest
 
 PROMPTS = [Prompt(f"p{i}", (Message("user", str(i)),), "", "test") for i in range(7)]

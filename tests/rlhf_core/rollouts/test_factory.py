@@ -16,7 +16,7 @@ from rlhf_core.data.shards import RolloutLog
 from rlhf_core.errors import DataError, RewardError, SamplerLostError
 from rlhf_core.interfaces import Metrics
 from rlhf_core.rollouts.scored_step import open_rollouts, rollout_metrics, staleness
-from rlhf_core.store.failures import Counts
+from rlhf_core.stage.failures import Counts
 from rlhf_core.types import ActionSpan, Completion, Generation, Rollout, SamplingRequest
 from tests.rlhf_core.rollouts.fake_engines import PROMPTS, FakeChat, FakeSampler, FakeScorer, FakeTrainer
 

@@ -10,7 +10,7 @@ from rlhf_core.config.rewards import FunctionReward, RewardsConfig
 from rlhf_core.errors import RewardError
 from rlhf_core.rewards.scoring import Scorer
 from rlhf_core.rollouts.scored_step import with_greedy_rewards
-from rlhf_core.store.failures import Counts
+from rlhf_core.stage.failures import Counts
 from rlhf_core.types import Completion, Generation, Message, Prompt, Rollout, SamplingRequest
 
 

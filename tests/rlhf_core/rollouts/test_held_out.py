@@ -17,7 +17,7 @@ from rlhf_core.rewards.scoring import Scorer
 from rlhf_core.rollouts.answers import SINGLE_TURN
 from rlhf_core.rollouts.guard import HeldOut
 from rlhf_core.rollouts.prompts import hold_out
-from rlhf_core.store.failures import Counts
+from rlhf_core.stage.failures import Counts
 from rlhf_core.types import Completion, Generation, Message, Prompt, SamplingRequest
 
 PROMPTS = [Prompt(f"p{number}", (Message("user", f"{number}?"),), "", "test") for number in range(20)]

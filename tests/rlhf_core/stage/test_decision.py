@@ -14,19 +14,17 @@ from pydantic import TypeAdapter
 
 from rlhf_core.processes.identity import user_name
 from rlhf_core.secrets.redaction import ErrorWithoutSecrets, know
-from rlhf_core.stage import context
+from rlhf_core.stage import context, versions
 from rlhf_core.stage import decision as deciding
 from rlhf_core.stage.decision import Decision, decide, differences, last_record
 from rlhf_core.stage.key import StageSpec, Strictness, payload_key
 from rlhf_core.stage.stopping import StageWaiting
-from rlhf_core.store import records
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.attempts import history
-from rlhf_core.store.collection import forget
 from rlhf_core.store.earlier import stored_record
 from rlhf_core.store.layout import remove_tree
 from rlhf_core.store.leases import name_of
-from rlhf_core.store.protocol import update
+from rlhf_core.store.protocol import discard, update
 from tests.support import toy_stage
 from tests.support.toy_stage import Inner, ToyConfig, run_toy, stage_key, toy_spec
 
@@ -138,7 +136,7 @@ def test_a_lost_artifact_is_the_reason_to_run(store):
         assert action == "RUN" and reason.startswith("its artifact cannot be used: ") and reason.endswith(" is gone")
     _run(store, toy_spec())
     assert _said(store, toy_spec())[0] == "HIT"
-    forget(store.shared, stage_key(toy_spec()))
+    discard(store.shared, name_of(stage_key(toy_spec())))
     assert _said(store, toy_spec()) == ("RUN", "its artifact is gone")
 
 
@@ -395,11 +393,11 @@ def test_other_versions_are_said_and_count_where_they_are_asked_to(store, monkey
         "versions" not in decide(store, spec).reason
         and decide(store, spec, strict=Strictness(env=True)).action == "HIT"
     )
-    numpy = records.versions()["numpy"]
-    other = records.versions() | {"numpy": "0.1"}
-    for module in (records, deciding):
+    numpy = versions.versions()["numpy"]
+    other = versions.versions() | {"numpy": "0.1"}
+    for module in (versions, deciding):
         monkeypatch.setattr(module, "versions", lambda: other)
-    monkeypatch.setattr(records, "environment", lambda: other)
+    monkeypatch.setattr(versions, "environment", lambda: other)
     monkeypatch.setattr(context, "environment", lambda: other)
     action, reason = _said(store, spec)
     assert action == "HIT" and reason.endswith(f"; other versions now (numpy: {numpy} -> 0.1)")

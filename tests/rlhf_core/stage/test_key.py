@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf_core.errors import ConfigError
+from rlhf_core.stage.code import module_digests
 from rlhf_core.stage.key import key_payload, payload_key, stage_module
-from rlhf_core.store.fingerprint import code_digest
+from rlhf_core.store.fingerprint import canonical_json, sha256_text
 from rlhf_core.types import PolicyRef
 from tests.support import toy_stage
 from tests.support.toy_stage import Inner, ToyConfig, stage_key, toy_spec
@@ -75,7 +76,7 @@ def test_an_input_counts_by_its_content_not_by_its_place_or_its_parents():
 def test_code_enters_the_key_of_strict_stages_and_on_request(monkeypatch):
     assert "code" not in key_payload(toy_spec())
     asked = key_payload(toy_spec(), strict_code=True)
-    assert asked["code"] == code_digest("tests.support.toy_stage")
+    assert asked["code"] == sha256_text(canonical_json(module_digests("tests.support.toy_stage")))
     monkeypatch.setattr(toy_stage, "CODE", "strict")
     assert key_payload(toy_spec()) == asked
     assert stage_key(toy_spec()) == payload_key(asked)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.errors import ArtifactError, ConfigError, TrainerLostError, WorkerLostError
+from rlhf_core.errors import ArtifactError, TrainerLostError, WorkerLostError
 from rlhf_core.store.checkpoints import Checkpoints, WriterDied, damaged_archive, wait_for_parts, write_part
 
 FORK = multiprocessing.get_context("fork")
@@ -86,16 +86,16 @@ HARMS: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("harm", HARMS)
 def test_a_torn_checkpoint_is_skipped_with_a_warning(tmp_path, harm, caplog):
-    checkpoints = Checkpoints(tmp_path, keep_last=2)
-    _save(checkpoints, 1)
-    _save(checkpoints, 2)
+    checkpoints = Checkpoints(tmp_path, keep_best=2)
+    _save(checkpoints, 1, metric=0.5)
+    _save(checkpoints, 2, metric=0.5)
     torn = max(tmp_path.iterdir())
     HARMS[harm](torn)
     with caplog.at_level(logging.WARNING):
         latest = checkpoints.latest()
     assert latest is not None and latest.step == 1
     assert str(torn) in caplog.text
-    _save(checkpoints, 3)
+    _save(checkpoints, 3, metric=0.5)
     assert _steps(checkpoints) == [1, 3], "the torn one is removed once a newer one is whole"
 
 
@@ -110,10 +110,10 @@ def test_a_step_can_be_saved_again(tmp_path):
 
 
 def test_the_best_by_metric_stay_beside_the_last(tmp_path):
-    checkpoints = Checkpoints(tmp_path, keep_last=2, keep_best=1)
+    checkpoints = Checkpoints(tmp_path, keep_best=1)
     for step, metric in [(1, 0.9), (2, 0.9), (3, float("nan")), (4, 0.5), (5, None), (6, 0.1)]:
         _save(checkpoints, step, metric=metric)
-    assert _steps(checkpoints) == [2, 5, 6], "of equal metrics the newest is best"
+    assert _steps(checkpoints) == [2, 6], "of equal metrics the newest is best"
     best = checkpoints.best()
     assert best is not None and (best.step, best.metric) == (2, 0.9)
 
@@ -124,18 +124,11 @@ def test_state_that_is_not_json_is_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_at_least_the_newest_is_kept(tmp_path):
-    with pytest.raises(ConfigError, match="keep_last = 0"):
-        Checkpoints(tmp_path, keep_last=0)
-    with pytest.raises(ConfigError, match="keep_best = -1"):
-        Checkpoints(tmp_path, keep_best=-1)
-
-
 # ---------------------------------------------------------------- in the background
 
 
 def _in_background(checkpoints: Checkpoints, step: int, write: Callable[[Path], None]) -> None:
-    with checkpoints.saving(step, {"total": step * 10}) as folder:
+    with checkpoints.saving(step, {"total": step * 10}, metric=0.5) as folder:
         write_part(folder, "a", lambda: write(folder / "a"))
 
 
@@ -161,7 +154,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_whoever_reads_waits(
 
 
 def test_at_most_one_checkpoint_is_on_its_way(tmp_path):
-    checkpoints = Checkpoints(tmp_path, keep_last=3)
+    checkpoints = Checkpoints(tmp_path, keep_best=3)
     running, most = [], []
 
     def write(file: Path) -> None:
@@ -225,7 +218,7 @@ def test_an_error_while_saving_waits_for_who_still_writes_and_leaves_no_litter(t
 
 
 def _with_an_archive(checkpoints: Checkpoints, step: int) -> Path:
-    with checkpoints.saving(step, {}) as folder:
+    with checkpoints.saving(step, {}, metric=0.5) as folder:
         with zipfile.ZipFile(folder / "w.pt", "w") as archive:
             archive.writestr("data/0", bytes([step]) * (2 << 20))
         (folder / "large.bin").write_bytes(bytes([step]) * (2 << 20))
@@ -235,7 +228,7 @@ def _with_an_archive(checkpoints: Checkpoints, step: int) -> Path:
 
 @pytest.mark.parametrize("name", ["w.pt", "large.bin"])
 def test_a_run_is_not_resumed_from_flipped_bytes_but_from_the_checkpoint_before(tmp_path, name, caplog):
-    checkpoints = Checkpoints(tmp_path, keep_last=2)
+    checkpoints = Checkpoints(tmp_path, keep_best=2)
     _with_an_archive(checkpoints, 1)
     newest = _with_an_archive(checkpoints, 2)
     sound = checkpoints.to_resume(damaged_archive)
@@ -315,7 +308,7 @@ def test_kills_at_any_instant_leave_a_whole_checkpoint_and_steps_never_go_back(t
     ],
 )
 def test_a_checkpoint_with_values_of_other_types_is_skipped(name, changes, tmp_path):
-    checkpoints = Checkpoints(tmp_path, keep_last=2)
+    checkpoints = Checkpoints(tmp_path, keep_best=2)
     _save(checkpoints, 1, metric=0.5)
     _save(checkpoints, 2, metric=1.0)
     folder = max(tmp_path.iterdir())

@@ -9,10 +9,11 @@ from rlhf_core.errors import ArtifactError
 from rlhf_core.store import attempts
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.attempts import checkpoints
-from rlhf_core.store.collection import forget
 from rlhf_core.store.fingerprint import sha256_text
 from rlhf_core.store.gate_decisions import GateDecisions, Question
+from rlhf_core.store.leases import name_of
 from rlhf_core.store.object_check import object_damage
+from rlhf_core.store.protocol import discard
 from rlhf_core.store.roots import forget_wait, note_wait
 from rlhf_core.types import PolicyRef
 from tests.support.records import commit_text, provenance, write_files
@@ -158,7 +159,7 @@ def test_only_what_is_there_can_be_pinned_or_unpinned(store):
 
 def test_gc_leaves_an_object_alone_whose_record_may_be_on_its_way(store):
     ref = commit_text(store, "young")
-    forget(store.shared, sha256_text("young"))
+    discard(store.shared, name_of(sha256_text("young")))
     assert store.gc(dry_run=False).items == ()
     then = time.time() - 7200
     os.utime(store.path(ref), (then, then))

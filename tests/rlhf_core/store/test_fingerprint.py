@@ -1,7 +1,5 @@
 import hashlib
-import importlib
 import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,11 +10,9 @@ from rlhf_core.errors import ArtifactError, ConfigError
 from rlhf_core.store.fingerprint import (
     FileEntry,
     canonical_json,
-    code_digest,
     hash_file,
     hash_tree,
     list_files,
-    module_digests,
     sha256_text,
     tree_digest,
 )
@@ -122,69 +118,3 @@ def test_a_pipe_and_a_link_to_nothing_are_named_and_not_read(tmp_path):
     (tmp_path / "gone").symlink_to(tmp_path / "nothing")
     with pytest.raises(ArtifactError, match=r"gone.*: is a link to no file"):
         hash_tree(tmp_path)
-
-
-# ---------------------------------------------------------------- code
-
-
-@pytest.fixture
-def package(tmp_path, monkeypatch) -> Path:
-    """A package `toys` whose `main` imports `direct` at the top and `late` inside a function."""
-    folder = tmp_path / "toys"
-    (folder / "sub").mkdir(parents=True)
-    (folder / "__init__.py").write_text("")
-    (folder / "sub" / "__init__.py").write_text("")
-    (folder / "main.py").write_text(
-        '"""Doc."""\nimport os\nfrom toys.direct import f\n\ndef g(x):\n    from .sub import late\n    return late.h(f(x))\n'
-    )
-    (folder / "direct.py").write_text("def f(x):\n    return x + 1\n")
-    (folder / "sub" / "late.py").write_text("def h(x):\n    return x * 2\n")
-    (folder / "unused.py").write_text("y = 1\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    importlib.invalidate_caches()
-    return folder
-
-
-def test_code_covers_all_our_modules_that_are_imported_even_inside_functions(package):
-    found = module_digests("toys.main", ("toys",))
-    assert sorted(found) == ["toys", "toys.direct", "toys.main", "toys.sub", "toys.sub.late"]
-    assert not [name for name in sys.modules if name.startswith("toys")], "digesting must not import"
-
-
-def test_code_of_a_late_import_changes_the_digest_and_is_named(package):
-    before, whole = module_digests("toys.main", ("toys",)), code_digest("toys.main", ("toys",))
-    (package / "sub" / "late.py").write_text("def h(x):\n    return x * 3\n")
-    after = module_digests("toys.main", ("toys",))
-    assert [name for name in before if before[name] != after[name]] == ["toys.sub.late"]
-    assert code_digest("toys.main", ("toys",)) != whole
-
-
-def test_a_package_that_looks_up_its_modules_imports_them_all(package):
-    (package / "sub" / "__init__.py").write_text("import pkgutil\nFOUND = list(pkgutil.iter_modules(__path__))\n")
-    (package / "sub" / "method.py").write_text("z = 1\n")
-    before = module_digests("toys.main", ("toys",))
-    assert sorted(before) == ["toys", "toys.direct", "toys.main", "toys.sub", "toys.sub.late", "toys.sub.method"]
-    (package / "sub" / "method.py").write_text("z = 2\n")
-    (package / "sub" / "new.py").write_text("")
-    after = module_digests("toys.main", ("toys",))
-    assert {name for name in after if before.get(name) != after[name]} == {"toys.sub.method", "toys.sub.new"}
-
-
-def test_comments_and_docstrings_do_not_change_the_digest_and_decorators_do(package):
-    before = code_digest("toys.main", ("toys",))
-    (package / "direct.py").write_text(
-        '"""New text."""\nimport functools\n'.replace("import functools\n", "")
-        + '\n# a comment\n\ndef f(x):\n    """What it does."""\n    return (x +\n        1)\n'
-    )
-    (package / "unused.py").write_text("y = 2\n")
-    assert code_digest("toys.main", ("toys",)) == before
-    (package / "direct.py").write_text("@staticmethod\ndef f(x):\n    return x + 1\n")
-    assert code_digest("toys.main", ("toys",)) != before
-    (package / "direct.py").write_text("def f(x):\n    return x + 1.0\n")
-    assert code_digest("toys.main", ("toys",)) != before
-
-
-def test_the_store_itself_is_not_part_of_a_stages_code():
-    found = module_digests("tests.support.toy_stage")
-    assert "rlhf_core.schema.base" in found and "rlhf_core.types" in found
-    assert "rlhf_core.stage.run" not in found and "rlhf_core.store.artifacts" not in found

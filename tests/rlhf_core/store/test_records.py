@@ -4,7 +4,7 @@ import math
 import pytest
 
 from rlhf_core.errors import ArtifactError
-from rlhf_core.store.records import KeyRecord, Provenance, environment, restore_handle, stored_handle
+from rlhf_core.store.records import KeyRecord, Provenance, restore_handle, stored_handle
 from rlhf_core.types import DemonstrationsRef, PolicyRef, PreparedDataRef, RewardModelRef
 
 PROVENANCE = Provenance(
@@ -56,11 +56,3 @@ def test_a_record_of_a_later_version_with_more_fields_is_still_read():
 def test_only_handles_can_be_restored(name):
     with pytest.raises(ArtifactError, match=r"handle\.type = "):
         restore_handle({"type": name, "fields": {}})
-
-
-def test_the_environment_names_python_and_the_libraries():
-    import platform
-    from importlib.metadata import version
-
-    assert environment()["python"] == platform.python_version()
-    assert environment()["pydantic"] == version("pydantic")

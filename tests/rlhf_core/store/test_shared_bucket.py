@@ -232,6 +232,31 @@ def test_only_verify_sets_damage_aside_and_its_files_stay(nodes, refs):
     assert_intact(nodes, refs)
 
 
+def test_gc_deletes_what_was_set_aside_long_ago_and_nothing_else(nodes, refs, monkeypatch):
+    damaged = next(name for name in nodes.client.names("v2/data") if refs["one"].digest in name)
+    table = f"v2/tables/keys/{sha256_text('two')}"
+    for name in (damaged, table):
+        nodes.client.memory.put(name, b"rotten")
+    ben = nodes.store("ben")
+    ben.verify(set_aside=True)
+    for text in ("one", "two"):
+        assert commit_text(nodes.store("ben"), text) == refs[text]
+    before = nodes.client.names("v2/data")
+    assert ben.gc(dry_run=False, keep_days=1.0).items == (), "it is set aside for less than a day"
+    monkeypatch.setattr(collection, "DAY_S", -60.0)  # a day ago is a minute from now
+    (quarantined,) = nodes.client.names("v2/quarantine")
+    ada = nodes.store("ada")
+    for text in refs:
+        ada.pin(refs[text].digest)
+    for dry_run in (True, False):
+        assert damaged in nodes.client.names("v2/data") and nodes.client.names("v2/quarantine") == [quarantined]
+        gone = [(one.name, one.bytes) for one in ada.gc(dry_run, keep_days=1.0).items if one.kind == "quarantine"]
+        assert gone == [(refs["one"].digest, len("one")), (quarantined.removeprefix("v2/"), len("rotten"))]
+    assert nodes.client.names("v2/data") == [name for name in before if name != damaged]
+    assert nodes.client.names("v2/quarantine") == []
+    assert_intact(nodes, refs)
+
+
 def test_a_checkpoint_that_a_node_cannot_read_ends_the_run_and_stays(nodes):
     spec = toy_spec(ToyConfig(steps=4, trouble="raise:3"))
     with pytest.raises(ValueError, match="step 3 went wrong"):

@@ -245,7 +245,7 @@ def test_code_that_is_nested_deeply_has_a_digest(folder):
 
 
 def test_a_module_is_read_once_until_it_changes(folder, monkeypatch):
-    monkeypatch.setattr("rlhf_core.store.fingerprint.ANALYSES", {})  # other tests may have edited it in the same way
+    monkeypatch.setattr("rlhf_core.user_code.syntax.ANALYSES", {})  # other tests may have edited it in the same way
     user_code(f"{folder}/reward.py:reward")
     monkeypatch.setattr("rlhf_core.user_code.sources._code_digest", lambda content: 1 / 0)
     user_code(f"{folder}/reward.py:reward")

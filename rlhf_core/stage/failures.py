@@ -10,13 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from rlhf_core.schema.base import FailureSetting
+from rlhf_core.store.attempts import FAILURES
 from rlhf_core.store.fingerprint import canonical_json
+from rlhf_core.store.records import Failed
 from rlhf_core.types import Generation
-
-FAILURES = "failures.jsonl"
 
 Settings: TypeAlias = Mapping[str, Mapping[str, Any]]
 """Dotted path of a part that may fail (`rewards.terms.mine`, `agent`) -> its fields that may be the cause."""
@@ -24,19 +24,6 @@ Counts: TypeAlias = Mapping[str, tuple[int, int]]
 """Path -> number of failed answers and number of all answers there."""
 ONE_AGENT: Mapping[str, str] = {"": "agent"}
 """Keys of an agent that plays the prompts of all sources, if there is one."""
-
-
-class Failed(BaseModel):
-    """The number of failed answers and of all answers in one place, and the settings that the result counts for."""
-
-    model_config = ConfigDict(frozen=True)
-    failed: int
-    answers: int
-    settings: dict[str, Any]
-
-    def share(self) -> str:
-        """Return the number of failed answers as a phrase for people."""
-        return f"{self.failed} of {self.answers} answers failed"
 
 
 def failure_settings(config: Any) -> dict[str, dict[str, Any]]:

@@ -4,7 +4,9 @@ from rlhf_core.config.agents import EnvironmentAgent
 from rlhf_core.config.policy import PPOConfig
 from rlhf_core.config.rewards import EpisodeReward, FunctionReward, JudgeReward, RewardsConfig
 from rlhf_core.schema.base import keyed
-from rlhf_core.store.failures import FAILURES, Failed, failure_settings, misfit, note, noted
+from rlhf_core.stage.failures import failure_settings, misfit, note, noted
+from rlhf_core.store.attempts import FAILURES
+from rlhf_core.store.records import Failed
 
 SETTINGS = {"agent": {"retries": 1}, "rewards.terms.mine": {"timeout_s": 5.0, "on_failure": "invalid"}}
 

@@ -1,0 +1,156 @@
+"""Compute the digests of a stage's code: of its module and of all modules of this program that it imports."""
+
+import ast
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.errors import ConfigError
+from rlhf_core.store.fingerprint import sha256_text
+from rlhf_core.store.index import load_entries, save_entries
+from rlhf_core.store.layout import cache_folder
+from rlhf_core.user_code.syntax import ANALYSES, OUR_PACKAGES, analysis_of, imported_names, parse_source
+
+PLUMBING = ("rlhf_core.errors", "rlhf_core.schema.secrets", "rlhf_core.secrets", "rlhf_core.stage", "rlhf_core.store")
+"""Modules and packages that store artifacts but never compute their content: a change there changes no key."""
+
+ALL_MODULES = ".__path__"
+"""Suffix for the name of a package that imports all of its modules by looking them up with `pkgutil`."""
+
+CODE = "code.json"
+MOST_CODE = 2000
+"""Number of modules whose analysis is kept, the latest used: a few times the modules of this program."""
+
+
+def module_digests(module_name: str, packages: tuple[str, ...] = OUR_PACKAGES) -> dict[str, str]:
+    """Return the digest of the syntax tree of `module_name` and of every module of `packages` it reaches, by name.
+
+    Imports inside functions count, those for type checkers alone do not, and a package that uses its own `__path__`
+    imports all of its modules. Comments, docstrings and the modules of `PLUMBING` do not count. The modules are parsed,
+    not imported.
+    """
+    found: dict[str, str] = {}
+    modules = _Modules()
+    waiting = [module_name]
+    while waiting:
+        name = waiting.pop()
+        if name in found or (name != module_name and _is_plumbing(name)):
+            continue
+        path = modules.file(name)
+        if path is None:
+            if name == module_name:
+                raise ConfigError(
+                    "module", name, "is not installed", "install the whole wheel, or name a module on the path"
+                )
+            continue
+        digest, imports = analysis_of(Path(path), name, Path(path).read_bytes(), _digest_and_run_imports)
+        found[name] = digest
+        for target in imports:
+            if target.split(".")[0] in packages:
+                waiting += modules.inside(target) if target.endswith(ALL_MODULES) else [target]
+    return dict(sorted(found.items()))
+
+
+@contextmanager
+def remembered_code() -> Iterator[None]:
+    """Reuse the analyses of code by earlier processes of this user, and save those of this process.
+
+    Unlike the indexes of a store, this one belongs to no store: most plans are made before there is one.
+    """
+    try:
+        file = cache_folder() / CODE
+    except (ConfigError, OSError, RuntimeError):  # this user may not look there, or has no home
+        yield
+        return
+    known = load_entries(file)
+    ANALYSES.update({key: entry for key, entry in known.items() if key not in ANALYSES})
+    yield
+    entries = dict(list(ANALYSES.items())[-MOST_CODE:])
+    if not entries.keys() <= known.keys():
+        save_entries(file, entries)
+
+
+# ---------------------------------------------------------------- private
+
+
+def _is_plumbing(module: str) -> bool:
+    return any(module == name or module.startswith(f"{name}.") for name in PLUMBING)
+
+
+class _Modules:
+    """A finder of source files that imports neither modules nor packages."""
+
+    def __init__(self) -> None:
+        self._specs: dict[str, ModuleSpec | None] = {}
+
+    def file(self, name: str) -> str | None:
+        """Return the path of the module's source; None if `name` is not a module."""
+        spec = self._spec(name)
+        return spec.origin if spec is not None and spec.origin is not None and spec.origin.endswith(".py") else None
+
+    def inside(self, target: str) -> list[str]:
+        """Return the names of the modules of a package that is given as `package.__path__`."""
+        package = target.removesuffix(ALL_MODULES)
+        files = Path(self.file(package) or "").parent.glob("*.py")
+        return [f"{package}.{file.stem}" for file in files if file.stem != "__init__"]
+
+    def _spec(self, name: str) -> ModuleSpec | None:
+        if name not in self._specs:
+            package = name.rpartition(".")[0]
+            if package:
+                above = self._spec(package)
+                folders = None if above is None else above.submodule_search_locations
+                self._specs[name] = PathFinder.find_spec(name, list(folders)) if folders else None
+            else:
+                with suppress(ImportError, ValueError):
+                    self._specs[name] = importlib.util.find_spec(name)
+        return self._specs.setdefault(name, None)
+
+
+def _digest_and_run_imports(path: Path, name: str, content: bytes) -> list[Any]:
+    tree = parse_source(content, str(path))
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    nodes = list(ast.walk(tree))
+    imports = imported_names(_nodes_that_run(tree), package)
+    if any(isinstance(node, ast.Name) and node.id == "__path__" for node in nodes):
+        imports.add(package + ALL_MODULES)
+    return [sha256_text(_syntax(tree)), sorted(imports)]
+
+
+def _nodes_that_run(tree: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a tree but for those below `if TYPE_CHECKING`, whose imports only a type checker reads."""
+    yield tree
+    for child in ast.iter_child_nodes(tree):
+        if isinstance(child, ast.If) and isinstance(child.test, ast.Name) and child.test.id == "TYPE_CHECKING":
+            for other in child.orelse:
+                yield from _nodes_that_run(other)
+        else:
+            yield from _nodes_that_run(child)
+
+
+def _syntax(node: ast.AST) -> str:
+    """Return the tree as text without positions, comments, docstrings and empty fields.
+
+    `ast.dump` is not used because its output changes between Python versions.
+    """
+    parts = [type(node).__name__]
+    for field in node._fields:
+        value = getattr(node, field, None)
+        if value is None or value == [] or field in ("type_comment", "kind", "ctx"):
+            continue
+        if isinstance(value, ast.AST):
+            parts.append(f"{field}={_syntax(value)}")
+        elif isinstance(value, list):
+            items = (_syntax(item) if isinstance(item, ast.AST) else repr(item) for item in value if not _is_text(item))
+            parts.append(f"{field}=[{','.join(items)}]")
+        else:
+            parts.append(f"{field}={value!r}")
+    return f"({' '.join(parts)})"
+
+
+def _is_text(node: Any) -> bool:
+    """Return whether a statement is only a string: the docstring of a module, class, function or attribute."""
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
