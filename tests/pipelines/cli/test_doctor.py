@@ -79,7 +79,7 @@ def test_a_build_for_cpus_is_named_on_a_machine_with_gpus(version, finding, two_
 
 
 def test_a_machine_with_gpus_and_without_torch_lacks_torch(two_gpus, monkeypatch):
-    monkeypatch.setattr(doctor.importlib.metadata, "distributions", lambda: [])
+    monkeypatch.setattr(doctor.importlib.metadata, "distributions", list)
     _, said = examine()
     assert "bad torch is missing, and this machine has 2 GPUs; make install or pip install" in said
     assert "is a build for" not in said
