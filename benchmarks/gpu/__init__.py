@@ -1,1 +1,7 @@
 """The first day on a GPU as one command: `python -m benchmarks.gpu`."""
+
+import sys
+from importlib.util import find_spec
+
+if find_spec("torch") is None:  # before the steps, whose imports fail without saying what to do
+    raise SystemExit(f"torch is not installed for {sys.executable}; make install")

@@ -124,17 +124,19 @@ def _torch_sees(gpus: int) -> tuple[bool, str, str]:
     """Whether torch is a build for CUDA, on a machine with GPUs."""
     versions = {one.metadata["Name"]: one.version for one in importlib.metadata.distributions()}
     found = versions.get("torch", "")
+    if not found:
+        return False, f"torch is missing, and this machine has {gpus} GPUs", _install("make install", "torch")
     remedy = "make clean-venv install, or install rlhf-lifecycle[gpu] into a new environment"
     if found.endswith("+cpu"):
         return False, f"torch {found} is a build for CPUs, and this machine has {gpus} GPUs", remedy
     return True, f"torch {found} is a build for GPUs", ""
 
 
-def network(ports: Path = Path("/sys/class/infiniband")) -> tuple[bool, str, str]:
+def network(root: Path = Path("/")) -> tuple[bool, str, str]:
     """The network that NCCL would take between machines, and what keeps it from a faster one that is there.
 
     The order is NCCL's: a plugin, InfiniBand or RoCE with an active port, TCP. A plugin or an interface may be named in its
-    variables.
+    variables. `root` is the folder of the system's files.
     """
     asked = [
         name for name in ("NCCL_NET", "NCCL_NET_PLUGIN", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA") if os.environ.get(name)
@@ -142,23 +144,58 @@ def network(ports: Path = Path("/sys/class/infiniband")) -> tuple[bool, str, str
     said = "".join(f", {name}={os.environ[name]}" for name in asked)
     if plugin := ctypes.util.find_library("nccl-net"):
         return True, f"NCCL would take the network of its plugin {plugin}{said}", ""
-    active = sorted(
-        f"{state.parts[-4]} ({(state.parent / 'link_layer').read_text(encoding='utf-8').strip()})"
-        for state in ports.glob("*/ports/*/state")
+    active = {
+        state.parts[-4]: f"{state.parts[-4]} ({(state.parent / 'link_layer').read_text(encoding='utf-8').strip()})"
+        for state in sorted((root / "sys/class/infiniband").glob("*/ports/*/state"))
         if "ACTIVE" in state.read_text(encoding="utf-8")
-    )
-    interfaces = ", ".join(tcp_interfaces()) or "no interface"
+    }
+    tcp = f"TCP over {', '.join(tcp_interfaces()) or 'no interface'}"
+    devices = ", ".join(active.values())
     if not active or os.environ.get("NCCL_IB_DISABLE") == "1":
-        idle = f"; {', '.join(active)} is disabled by NCCL_IB_DISABLE" if active else ""
-        return True, f"NCCL would take TCP over {interfaces}{said}{idle}", ""
-    devices, locked = ", ".join(active), resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    if ctypes.util.find_library("ibverbs") is None:
-        remedy = "apt-get install libibverbs1 ibverbs-providers librdmacm1"
-        return False, f"NCCL would take TCP over {interfaces}, not {devices}: libibverbs is missing", remedy
+        return True, f"NCCL would take {tcp}{said}{f'; {devices} is disabled by NCCL_IB_DISABLE' if active else ''}", ""
+    if trouble := _verbs_trouble(root):
+        return False, f"NCCL would take {tcp}, not {devices}: {trouble[0]}", trouble[1]
+    closed = {device: found for device in active if (found := _device_trouble(root, device))}
+    if closed:
+        others = ", ".join(active[device] for device in active if device not in closed) or tcp
+        causes, remedies = (list(dict.fromkeys(part)) for part in zip(*closed.values(), strict=True))
+        names = ", ".join(active[device] for device in closed)
+        return False, f"NCCL would take {others}, not {names}: {', '.join(causes)}", "; ".join(remedies)
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if locked != resource.RLIM_INFINITY and not may_lock_all():
         remedy = "ulimit -l unlimited, or IPC_LOCK for a container"
         return False, f"NCCL would take {devices}, but may lock {locked >> 10} KiB of memory alone", remedy
     return True, f"NCCL would take {devices}{said}", ""
+
+
+def _verbs_trouble(root: Path) -> tuple[str, str] | None:
+    """The part of the verbs libraries, which NCCL loads for InfiniBand and RoCE, that is missing, and the remedy."""
+    if ctypes.util.find_library("ibverbs") is None:
+        return "libibverbs.so.1 is missing", "apt-get install libibverbs1 ibverbs-providers librdmacm1"
+    providers = root / "etc/libibverbs.d"
+    if not any(providers.glob("*.driver")):
+        return f"{providers} names no provider (*.driver)", "apt-get install ibverbs-providers"
+    return None
+
+
+def _device_trouble(root: Path, device: str) -> tuple[str, str] | None:
+    """Why this process cannot open the character device of an InfiniBand device, and the remedy."""
+    names = (root / "sys/class/infiniband_verbs").glob("uverbs*/ibdev")
+    file = next((one.parent.name for one in names if one.read_text(encoding="utf-8").strip() == device), "")
+    if not file:
+        return "the kernel offers no uverbs device for it", "modprobe ib_uverbs on the host"
+    path = root / "dev/infiniband" / file
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+    except FileNotFoundError:
+        inside = "--device /dev/infiniband for a container, or the RDMA resource for a pod (docs/cluster.md)"
+        return f"{path} is missing", f"modprobe ib_uverbs; {inside}"
+    except OSError as error:
+        remedy = (
+            "let this user read and write it (group rdma, or mode 0666); a container needs --device /dev/infiniband"
+        )
+        return f"{path} cannot be opened ({error.strerror})", remedy
+    return None
 
 
 def may_lock_all(status: Path = Path("/proc/self/status")) -> bool:

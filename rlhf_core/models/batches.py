@@ -73,9 +73,11 @@ class TokenBatch:
 def to_device(x: Tensor, device: str | torch.device) -> Tensor:
     """Copy a tensor in host memory to a device, without waiting for the work that is queued there.
 
-    `x` may be changed or released at once: the driver has its own copy of memory that is not pinned.
+    From memory that is not pinned, CUDA may wait if it is more than 64 KiB. Therefore a pinned copy is sent, which torch
+    keeps until it has arrived; `x` may be changed or released at once.
     """
-    return x.to(device, non_blocking=True)
+    pinned = x.pin_memory() if torch.device(device).type == "cuda" else x
+    return pinned.to(device, non_blocking=True)
 
 
 def collate(samples: Sequences | Sequence[TokenSample], *, pad_id: int, pack_to: int | None = None) -> TokenBatch:

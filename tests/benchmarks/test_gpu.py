@@ -1,10 +1,13 @@
 """The first day on a GPU, up to the device: its steps run on a CPU, and what fails is reported."""
 
+import importlib
 import json
+import sys
 
 import pytest
 import torch
 
+import benchmarks.gpu
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu.steps import STEPS, Place, Step
 
@@ -25,6 +28,12 @@ def test_without_a_gpu_one_line_says_what_to_do(cuda, text, tmp_path, capsys, mo
     told = capsys.readouterr()
     assert told.err.startswith("--device = 'cuda': torch ") and text in told.err and "--device cpu" in told.err
     assert not told.out and list(tmp_path.iterdir()) == []
+
+
+def test_a_machine_without_torch_lacks_torch(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(SystemExit, match=r"^torch is not installed for .*; make install$"):
+        importlib.reload(benchmarks.gpu)
 
 
 def test_a_step_that_fails_keeps_what_it_measured(tmp_path):

@@ -1,6 +1,7 @@
 """A run by `sbatch` on two nodes of a real Slurm: its time ends, it is queued again, and resumes to the same result."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -140,7 +141,16 @@ def test_a_job_has_all_cpus_and_memory_of_its_nodes_and_their_gpus(tmp_path):
     put_programs(tmp_path, programs)
     variables = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     submit = ["sbatch", "--parsable", "--nodes=2", "--gpus-per-node=2", f"--chdir={tmp_path}"]
+    text = (tmp_path / "rlhf.sbatch").read_text()
+    [other] = re.findall(
+        r"^##(SBATCH --mem-per-gpu=)\d+G$", text, re.MULTILINE
+    )  # commented out beside the one that it replaces
+    (tmp_path / "per_gpu.sbatch").write_text(text.replace("#SBATCH --mem=0\n", f"#{other}1G\n"))
     with two_nodes() as slurm:
+        for accepted in (["--mem=1G", "rlhf.sbatch"], ["per_gpu.sbatch"], ["--mem-per-gpu=500M", "per_gpu.sbatch"]):
+            slurm.run(*submit, "--test-only", *accepted[:-1], f"{tmp_path}/{accepted[-1]}")
+        with pytest.raises(AssertionError, match="mutually exclusive"):
+            slurm.run(*submit, "--test-only", "--mem-per-gpu=1G", f"{tmp_path}/rlhf.sbatch")
         jobs = [
             slurm.run(*submit, f"--output={tmp_path}/{number}", *more, f"{tmp_path}/rlhf.sbatch", variables=variables)
             for number, more in enumerate(([], ["--oversubscribe", "--mem=100"]))

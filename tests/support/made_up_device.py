@@ -9,7 +9,8 @@ dimensions. It needs no support of libraries: DeepSpeed partitions such tensors,
 that of the CPU.
 
 Where Python would wait for a GPU to finish its work is counted: it reads numbers of a tensor, needs to know how many
-elements a mask selects, or copies without `non_blocking`.
+elements a mask selects, or copies without `non_blocking`, or from memory that is not pinned. torch's own tags of operations
+say which depend on numbers; `waits_for` has the rest.
 """
 
 import sys
@@ -23,20 +24,24 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.utils import clip_grad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 aten: Any = torch.ops.aten
-COPIES = {aten.copy_.default, aten._to_copy.default}
-BY_INDEX = {aten.index.Tensor, aten.index_put_.default, aten._index_put_impl_.default}
+COPIES = {aten.copy_, aten._to_copy}
+BY_INDEX = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
 """Operations that take indices on the CPU, too."""
-WAITS = {
-    *(aten._local_scalar_dense.default, aten.equal.default, aten.nonzero.default, aten.masked_select.default),
-    *(aten._unique2.default, aten.unique_consecutive.default, aten.bincount.default, aten.repeat_interleave.Tensor),
-}
-"""Operations whose result is a number in Python, or a tensor whose size depends on numbers."""
+DEPENDS_ON_NUMBERS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+"""Tags of operations whose result is a number in Python, or a tensor whose size depends on numbers."""
+UNTAGGED = {aten._linalg_check_errors, aten.embedding_renorm_, aten.isin, aten.multinomial, aten.normal}
+"""Operations without such a tag that read numbers on CUDA, or may: whether a matrix has an inverse, the rows that are used
+(`unique`, also for a long list in `isin`), and whether a probability or a deviation is negative."""
+STAGED_BYTES = 64 << 10
+"""Of memory that is not pinned, CUDA copies so much without waiting; of more "the driver may synchronize with the stream and
+stage the copy" (CUDA Runtime API, API synchronization behavior)."""
 GETTERS: dict[Any, Callable[[torch.device], Any]] = {
     Tensor.device.__get__: lambda device: device,  # type: ignore[attr-defined]
     Tensor.is_cuda.__get__: lambda device: device == CUDA,  # type: ignore[attr-defined]
@@ -50,6 +55,8 @@ class MadeUpDevice:
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[StorageWeakRef, torch.device]] = {}
+        self._pinned: dict[int, StorageWeakRef] = {}
+        self.staged_bytes = STAGED_BYTES
         self.wanted: torch.device | None = None
         """The device that the call in progress asks for."""
         self.waits: Counter[str] = Counter()
@@ -58,6 +65,23 @@ class MadeUpDevice:
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor is on the made-up GPU."""
         return self.of(tensor) == CUDA
+
+    def pinned(self, tensor: Tensor) -> Tensor:
+        """A copy in pinned memory."""
+        if self.holds(tensor):
+            raise RuntimeError("cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned")
+        copy = tensor.clone()
+        self._pinned[copy.untyped_storage()._cdata] = StorageWeakRef(copy.untyped_storage())
+        return copy
+
+    def copy_waits(self, source: Tensor, there: torch.device | None, *, non_blocking: bool) -> bool:
+        """Whether Python waits for a copy from a tensor to a device."""
+        if self.holds(source):
+            return there != CUDA
+        staged = source.untyped_storage()._cdata in self._pinned or source.nbytes <= self.staged_bytes
+        # torch makes the value of `x[0] = 1.0` on the device of x: here nobody has asked for one.
+        is_value = source.dim() == 0 and self.of(source) is None
+        return there == CUDA and not is_value and not (non_blocking and staged)
 
     def count_wait(self) -> None:
         frame: FrameType | None = sys._getframe()
@@ -95,8 +119,12 @@ class _Calls(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         if func in GETTERS:
             return GETTERS[func](self._devices.of(args[0]) or CPU)
-        if func is Tensor.numpy and self._devices.holds(args[0]):
-            raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first")
+        if func is Tensor.pin_memory:
+            return self._devices.pinned(args[0])
+        if func is Tensor.numpy and self._devices.holds(args[0]):  # `numpy.asarray` comes here, too
+            if not (kwargs or {}).get("force"):
+                raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first")
+            self._devices.count_wait()
         if func in MOVES:
             func, args = Tensor.to, (args[0], MOVES[func])
         flat, spec = tree_flatten((list(args), dict(kwargs or {})))
@@ -132,12 +160,12 @@ class _Operations(TorchDispatchMode):
     ) -> Any:
         given = [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, Tensor) and not one.is_meta]
         known = [(one, self._devices.of(one)) for one in given]
-        checked = [(one, device) for one, device in known if one.dim() > 0 and device is not None]
+        checked = [(one, device) for one, device in known if device == CUDA or (one.dim() and device is not None)]
         if self._waits(func, args, kwargs or {}, any(device == CUDA for _, device in known)):
             self._devices.count_wait()
-        if func in BY_INDEX and self._devices.of(args[0]) == CUDA:
+        if func.overloadpacket in BY_INDEX and self._devices.of(args[0]) == CUDA:
             checked = [(one, device) for one, device in checked if one is args[0]]
-        if func not in COPIES and len({device for _, device in checked}) > 1:
+        if func.overloadpacket not in COPIES and len({device for _, device in checked}) > 1:
             shapes = {device: tuple(one.shape) for one, device in checked}
             raise RuntimeError(f"Expected all tensors to be on the same device: {func} of {shapes}")
         if func is aten.histc.default and not args[0].is_floating_point():  # of which CPUs have none
@@ -155,16 +183,25 @@ class _Operations(TorchDispatchMode):
 
     def _waits(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], on_gpu: bool) -> bool:
         """Whether Python waits for the GPU in this operation."""
-        if func in COPIES:
-            target, source = (args[0], args[1]) if func is aten.copy_.default else (None, args[0])
+        packet = func.overloadpacket
+        if packet in COPIES:
+            target, source = (args[0], args[1]) if packet is aten.copy_ else (None, args[0])
             there = self._devices.wanted or self._devices.of(source) if target is None else self._devices.of(target)
-            goes = (self._devices.holds(source), there == CUDA)
-            asynchronous = kwargs.get("non_blocking", len(args) > 2 and args[2])
-            return goes == (True, False) or (goes == (False, True) and not asynchronous)
-        if func in BY_INDEX and self._devices.holds(args[0]):
+            non_blocking = kwargs.get("non_blocking", len(args) > 2 and args[2])
+            return self._devices.copy_waits(source, there, non_blocking=non_blocking)
+        if packet in BY_INDEX:
             indices = [one for one in tree_flatten(args[1])[0] if isinstance(one, Tensor)]
-            return any(one.dtype == torch.bool or not self._devices.holds(one) for one in indices)
-        return on_gpu and func in WAITS
+            masks = any(one.dtype in (torch.bool, torch.uint8) for one in indices)
+            filled = packet is not aten.index and args[2].numel() == 1  # which CUDA does as `masked_fill`
+            return self._devices.holds(args[0]) and (
+                (masks and not filled) or any(not self._devices.holds(one) for one in indices)
+            )
+        if packet is aten.repeat_interleave and kwargs.get("output_size") is not None:
+            return False
+        if packet is aten.histc:  # of no bounds it needs those of the numbers
+            low, high = (*args[2:4], kwargs.get("min", 0), kwargs.get("max", 0))[:2]
+            return on_gpu and low == high
+        return on_gpu and (packet in UNTAGGED or not DEPENDS_ON_NUMBERS.isdisjoint(func.tags))
 
 
 def _is_device(value: Any) -> bool:
@@ -196,6 +233,14 @@ def made_up_device() -> Iterator[MadeUpDevice]:
         patch.object(module, name, lambda *_: False) for module in modules for name in names if hasattr(module, name)
     ]
     hidden.append(patch.object(torch.cuda, "get_device_capability", lambda *_: (8, 0)))
+    by_device = clip_grad._group_tensors_by_device_and_dtype
+
+    def by_noted_device(tensors: list[list[Tensor]], **options: Any) -> Any:
+        """In groups of the real device, which moved the factor of clipping to the CPU and back."""
+        groups = by_device(tensors, **options).items()
+        return {(devices.of(group[0][0][0]) or device, dtype): group for (device, dtype), group in groups}
+
+    hidden.append(patch.object(clip_grad, "_group_tensors_by_device_and_dtype", by_noted_device))
     hidden += [patch.object(module, "autocast", _Autocast) for module in (torch, torch.amp)]
     hidden.append(
         patch.object(torch, "is_autocast_enabled", lambda kind="cuda": is_enabled("cpu" if kind == "cuda" else kind))

@@ -1,5 +1,6 @@
 """`rlhf doctor` says what is there and what is missing, and how to get it."""
 
+import errno
 import io
 import os
 import resource
@@ -77,12 +78,25 @@ def test_a_build_for_cpus_is_named_on_a_machine_with_gpus(version, finding, two_
     assert "2 NVIDIA GPUs" in said and finding in said and "NCCL would take TCP over " in said
 
 
-def port(folder: Path, device: str, state: str, layer: str) -> None:
-    """Make the files of a port as the kernel has them."""
-    files = folder / device / "ports" / "1"
+def test_a_machine_with_gpus_and_without_torch_lacks_torch(two_gpus, monkeypatch):
+    monkeypatch.setattr(doctor.importlib.metadata, "distributions", list)
+    _, said = examine()
+    assert "bad torch is missing, and this machine has 2 GPUs; make install or pip install" in said
+    assert "is a build for" not in said
+
+
+def port(root: Path, device: str, state: str, layer: str) -> None:
+    """Make the files of a device with a port as the kernel has them, and those of the verbs libraries."""
+    files = root / "sys/class/infiniband" / device / "ports/1"
     files.mkdir(parents=True)
     (files / "state").write_text(f"{state}\n")
     (files / "link_layer").write_text(f"{layer}\n")
+    verbs = root / "sys/class/infiniband_verbs" / f"uverbs{device[-1]}"
+    for folder in (verbs, root / "dev/infiniband", root / "etc/libibverbs.d"):
+        folder.mkdir(parents=True, exist_ok=True)
+    (verbs / "ibdev").write_text(f"{device}\n")
+    (root / "dev/infiniband" / verbs.name).touch()
+    (root / "etc/libibverbs.d/mlx5.driver").write_text("driver mlx5\n")
 
 
 INFINITE, SMALL = resource.RLIM_INFINITY, 8 << 20
@@ -95,7 +109,7 @@ DEVICES = "mlx5_0 (InfiniBand), mlx5_1 (Ethernet)"
         ({"ibverbs"}, INFINITE, {}, True, f"NCCL would take {DEVICES}"),
         ({"ibverbs"}, INFINITE, {"NCCL_IB_HCA": "mlx5_1"}, True, f"NCCL would take {DEVICES}, NCCL_IB_HCA=mlx5_1"),
         ({"ibverbs"}, SMALL, {}, False, f"NCCL would take {DEVICES}, but may lock 8192 KiB of memory alone"),
-        (set(), INFINITE, {}, False, f"NCCL would take TCP over eth0, not {DEVICES}: libibverbs is missing"),
+        (set(), INFINITE, {}, False, f"NCCL would take TCP over eth0, not {DEVICES}: libibverbs.so.1 is missing"),
         (set(), SMALL, {"NCCL_IB_DISABLE": "1"}, True, f"TCP over eth0; {DEVICES} is disabled by NCCL_IB_DISABLE"),
         ({"nccl-net"}, SMALL, {}, True, "NCCL would take the network of its plugin nccl-net"),
     ],
@@ -112,6 +126,57 @@ def test_the_network_is_the_one_that_nccl_would_take(libraries, locked, variable
         monkeypatch.setenv(name, value)
     found, said, remedy = doctor.network(tmp_path)
     assert found is good and text in said and bool(remedy) is not good
+
+
+def refuse(path: Path, *_: object) -> int:
+    raise PermissionError(errno.EACCES, "Permission denied", path)
+
+
+@pytest.mark.parametrize(
+    ("without", "text", "remedy"),
+    [
+        (
+            "etc/libibverbs.d/mlx5.driver",
+            f"not {DEVICES}: ROOT/etc/libibverbs.d names no provider",
+            "ibverbs-providers",
+        ),
+        (
+            "dev/infiniband/*",
+            f"not {DEVICES}: ROOT/dev/infiniband/uverbs0 is missing, ROOT/dev",
+            "modprobe ib_uverbs; ",
+        ),
+        (
+            "sys/class/infiniband_verbs/*/ibdev",
+            f"not {DEVICES}: the kernel offers no uverbs device",
+            "modprobe ib_uverbs",
+        ),
+        ("", f"not {DEVICES}: ROOT/dev/infiniband/uverbs0 cannot be opened (Permission denied)", "group rdma"),
+    ],
+)
+def test_what_keeps_nccl_from_infiniband_is_named_with_the_remedy(without, text, remedy, tmp_path, monkeypatch):
+    port(tmp_path, "mlx5_0", "4: ACTIVE", "InfiniBand")
+    port(tmp_path, "mlx5_1", "4: ACTIVE", "Ethernet")
+    monkeypatch.setattr(doctor.ctypes.util, "find_library", lambda name: name if name == "ibverbs" else None)
+    monkeypatch.setattr(doctor, "tcp_interfaces", lambda: ["eth0"])
+    monkeypatch.setattr(doctor, "may_lock_all", lambda: True)
+    assert doctor.network(tmp_path)[0]
+    if without:
+        for path in tmp_path.glob(without):
+            path.unlink()
+    else:  # root may open all files
+        monkeypatch.setattr(doctor.os, "open", refuse)
+    good, said, advice = doctor.network(tmp_path)
+    assert not good and "NCCL would take TCP over eth0, " + text.replace("ROOT", str(tmp_path)) in said
+    assert remedy in advice
+
+
+def test_a_device_that_opens_is_taken_without_the_others(tmp_path, monkeypatch):
+    port(tmp_path, "mlx5_0", "4: ACTIVE", "InfiniBand")
+    port(tmp_path, "mlx5_1", "4: ACTIVE", "InfiniBand")
+    (tmp_path / "dev/infiniband/uverbs0").unlink()
+    monkeypatch.setattr(doctor.ctypes.util, "find_library", lambda name: name if name == "ibverbs" else None)
+    good, said, _ = doctor.network(tmp_path)
+    assert not good and said.startswith("NCCL would take mlx5_1 (InfiniBand), not mlx5_0 (InfiniBand): /")
 
 
 def test_a_process_with_ipc_lock_locks_as_much_as_it_needs_whatever_the_limit(tmp_path, monkeypatch):
