@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import functools
 import json
 import re
@@ -90,10 +91,13 @@ def code_reward(
 def read_program(text: str) -> str:
     r"""Return the last Python code fence of `text`, else the last other one with a program, else all of it.
 
+    A Python fence without statements does not count. One that uses functions of earlier ones, as an example of a call does,
+    comes after these.
+
     >>> read_program("So:\n```python\nprint(1)\n```")
     'print(1)\n'
     """
-    found = fences(text)
+    found = _continued(fences(text))
     choices: list[Callable[[Fence], bool]] = [
         lambda one: bool(_PYTHON.fullmatch(one.language)),
         lambda one: not one.language and _is_program(one.content),  # the last one may be its output
@@ -102,6 +106,46 @@ def read_program(text: str) -> str:
     ]
     contents = (last_fence(found, accepts) for accepts in choices)
     return next((one for one in contents if one is not None), text)
+
+
+def _continued(found: Sequence[Fence]) -> list[Fence]:
+    defined: dict[str, str] = {}
+    made: list[Fence] = []
+    for one in found:
+        if not _PYTHON.fullmatch(one.language):
+            made.append(one)
+            continue
+        try:
+            tree = ast.parse(one.content)
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            made.append(one)
+            continue
+        used, own = _names(tree)
+        earlier = dict.fromkeys(defined[name] for name in sorted(used - own) if name in defined)
+        content = "\n".join((*earlier, one.content))
+        if tree.body:
+            made.append(Fence(one.language, content))
+        tops = (
+            node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+        )
+        defined |= dict.fromkeys(tops, content)
+    return made
+
+
+def _names(tree: ast.AST) -> tuple[set[str], set[str]]:
+    """The names that a program reads, and those that it binds anywhere or finds in Python."""
+    used, own = set[str](), set(dir(builtins))
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name, ctx=ast.Load()):
+                used.add(name)
+            case ast.Name(id=name) | ast.arg(arg=name) | ast.alias(asname=str(name)) | ast.alias(name=name):
+                own.add(name)
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                own.add(name)
+            case ast.ExceptHandler(name=str(name)):
+                own.add(name)
+    return used, own
 
 
 def _is_program(text: str) -> bool:

@@ -21,6 +21,7 @@ from rlhf_core.data.limits import DropReport, Origin
 from rlhf_core.data.rows import StoredRows, changed
 from rlhf_core.data.turns import Turns
 from rlhf_core.errors import ConfigError
+from rlhf_core.text import fold
 from rlhf_core.types import Message
 
 _WORD = re.compile(r"[^\W\d_]+")
@@ -53,8 +54,8 @@ def exact(turns: Turns) -> str:
 
 
 def caseless(turns: Turns) -> str:
-    """The text of `turns` as `exact`, without differences of case and of forms that are compatible (NFKC)."""
-    return unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", exact(turns)).casefold())
+    """The text of `turns` as `exact`, without differences of case, of compatible forms (NFKC) and of hidden marks."""
+    return unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", fold(exact(turns))).casefold())
 
 
 def without_repeated_prompts(examples: Examples) -> tuple[Examples, int]:

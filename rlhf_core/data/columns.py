@@ -31,9 +31,15 @@ from rlhf_core.types import Message
 PROMPTS = ("prompt", "instruction", "question", "query", "problem", "input", "messages", "conversations")
 """Names of columns that are the prompt of a pair, the first of them that a row has; `instruction` goes with `input`."""
 
-_BEFORE = r"(\w+_)?(contexts?|passages?|documents?|articles?|paragraphs?)|docs|history|background|premise|story|dialogue|table"
-_AFTER = r"input|(\w+_)?(choices?|options?|endings?)(_?[a-z\d])?|op[a-e]|hypothesis|images?|audios?|videos?"
-_NEEDED = re.compile(rf"(?P<before>(?i:{_BEFORE}))|(?i:{_AFTER})|[A-E]")
+_BEFORE = (
+    r"(\w+_)?(contexts?|passages?|documents?|articles?|paragraphs?)(_(text|body))?|docs?|ctx(_[ab])?|history|background(_info)?"
+    r"|premise|story|dialogue|tables?|facts|knowledge|scenario|situation|(db_|sql_|table_)schema|create_table"
+)
+_AFTER = (
+    r"input|(\w+_)?(choices?|options?|endings?)(_?[a-z\d])?|op[a-e]|hypothesis|images?|figures?|audios?|videos?"
+    r"|hints?|(starter_)?code|[a-e]"
+)
+_NEEDED = re.compile(rf"(?P<before>{_BEFORE})|{_AFTER}", re.IGNORECASE)
 """Columns without which a prompt is another one; some stand before the question."""
 
 _OPEN_TRANSCRIPT = re.compile(r"(^|\n\n)Assistant:\s*$")
@@ -131,7 +137,7 @@ class Reading(Mapping[str, Any]):
 
 def refuse_left_out(unread: Sequence[str], row: Mapping[str, Any]) -> None:
     """Raise DataError if a column without which the prompt is another one was not read."""
-    found = {name: match for name in unread if (match := _NEEDED.fullmatch(name.rpartition(".")[2]))}
+    found = {name: match for name in unread if (match := _NEEDED.fullmatch(_plain(name)))}
     if not found:
         return
     order = sorted(found, key=lambda name: not found[name]["before"])
@@ -143,6 +149,11 @@ def refuse_left_out(unread: Sequence[str], row: Mapping[str, Any]) -> None:
         "`input`, `history` and `output` are read as they are, without `columns` (or set columns = {input = ...} for format "
         "= 'alpaca'); set `format` to leave the column out"
     )
+
+
+def _plain(name: str) -> str:
+    """The last part of a column's name, as a word: `Option_A` for `Option A.`"""
+    return re.sub(r"\W+", "_", name.rstrip(".").rpartition(".")[2]).strip("_")
 
 
 def prompt_name(row: Mapping[str, Any]) -> str:
@@ -278,6 +289,7 @@ JUDGED_FORMATS = ("messages", "text", "alpaca", "prompt_completion", "question_a
 
 _NUMBERS = ("0", "0.0", "1", "1.0", "-1", "-1.0")
 _WRITTEN_AS_FLOAT = re.compile(r"-?\d+\.0")
+_NO_NUMBER = ("nan", "<na>", "null", "none")
 _TELLING_ROWS = 8
 """Number of rows from which labels look like verdicts that are two in all, or mostly words such as `good`."""
 
@@ -291,13 +303,18 @@ def has_integers_with_gaps(rows: Iterable[Row], name: str) -> bool:
     """True for a column of text such as `9.0`, as pandas writes integers to CSV where a row has none."""
     gaps = said = False
     for value in (row.get(name) for row in rows):
-        if is_empty(value):
+        if is_gap(value):
             gaps = True
         elif isinstance(value, str) and _WRITTEN_AS_FLOAT.fullmatch(value):
             said = True
         else:
             return False
     return gaps and said
+
+
+def is_gap(value: Any) -> bool:
+    """True for an empty cell, or a word for a missing number: only among numbers is it that."""
+    return is_empty(value) or (isinstance(value, str) and value.lower() in _NO_NUMBER)
 
 
 def label_reading(source: Source, format_name: str, rows: Iterable[Row]) -> LabelReading:

@@ -28,6 +28,7 @@ from rlhf_core.data.columns import (
     detect,
     exported,
     has_integers_with_gaps,
+    is_gap,
     label_reading,
     refuse_left_out,
     refuse_verdict,
@@ -111,7 +112,7 @@ def read_examples(
     for origin, row in rows.located():
         for name in gaps:
             theirs = getattr(source.columns, name) or name
-            row = row | {theirs: f"{row.get(name) or ''}".removesuffix(".0")}
+            row = row | {theirs: "" if is_gap(row.get(name)) else row[name].removesuffix(".0")}
         try:
             made = _examples(row, format_name, source, coding, labels)
         except _MALFORMED as error:

@@ -19,6 +19,7 @@ from typing import Any
 
 from rlhf_core.data.comparisons import TRANSCRIPT_TURN, Row, Unrated
 from rlhf_core.errors import DataError
+from rlhf_core.text import fold
 from rlhf_core.types import Message
 
 # ---------------------------------------------------------------- values
@@ -87,17 +88,17 @@ def _integer(digits: str) -> int | Decimal:
 
 
 def label(row: Row) -> str:
-    """Return the expected answer: text as it is, dates and decimal numbers as written, anything else as JSON.
+    """Return the expected answer: text as it is, dates and decimal numbers as written, floats without a power, the rest as JSON.
 
     It is the column `label`, or else `reward_model.ground_truth` (verl).
     """
     value = next((row[name] for name in ("label", GROUND_TRUTH) if row.get(name) is not None), None)
-    if value is None:
+    if value is None or value != value:  # NaN, as pandas writes a missing number
         return ""
     if isinstance(value, Decimal):
         value = str(value)
-    elif isinstance(value, float) and value.is_integer():  # pandas writes integers so where a row has none
-        value = str(int(value))
+    elif isinstance(value, float) and math.isfinite(value):  # pandas writes integers so where a row has none
+        value = str(int(value)) if value.is_integer() else f"{Decimal(repr(value)):f}"
     elif isinstance(value, (datetime.date, datetime.time)):
         value = value.isoformat()
     elif not isinstance(value, str):
@@ -230,7 +231,7 @@ def turns_of(value: Any, *, role: str) -> Turns:
     if not isinstance(value, (list, tuple)) or not value:
         raise DataError(f"not turns: {type(value).__name__}; a list of role and content is needed")
     turns = [_turn(item) for item in value]
-    said = tuple(turn for turn in turns if turn.role != "system" or turn.content.strip() or turn.tool_fields)
+    said = tuple(turn for turn in turns if turn.role != "system" or fold(turn.content).strip() or turn.tool_fields)
     return said or tuple(turns)  # an empty system turn says nothing; as the only turn it is an error later
 
 

@@ -48,12 +48,16 @@ def post(client: httpx.Client, url: str, body: Any, *, timeout_s: float, connect
 def retry_after(headers: Mapping[str, str]) -> float:
     """The seconds that a server asks to wait (RFC 9110, 10.2.3: a number of seconds or a date); 0 if it does not.
 
-    >>> retry_after({"retry-after": "20"})
-    20.0
+    Azure and OpenAI give milliseconds in a header of their own. Some proxies write `20s`.
+
+    >>> retry_after({"retry-after": "20"}), retry_after({"retry-after-ms": "1500"})
+    (20.0, 1.5)
     """
     said = headers.get("retry-after", "").strip()
     try:
-        return max(0.0, float(said) if said[:1].isdigit() else _until(said))
+        if milliseconds := headers.get("retry-after-ms"):
+            return max(0.0, float(milliseconds) / 1000)
+        return max(0.0, float(said.removesuffix("s")) if said[:1].isdigit() else _until(said))
     except (TypeError, ValueError):
         return 0.0
 

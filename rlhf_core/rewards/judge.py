@@ -27,7 +27,9 @@ T = TypeVar("T")
 
 _FINAL = frozenset({400, 401, 403, 404, 405, 413, 422})
 """Statuses that the same question gets again."""
-_CUT = re.compile(r"length|max|filter|limit|abort|error|safety|incomplete|cancel|interrupt", re.IGNORECASE)
+_CUT = re.compile(
+    r"length|max|filter|limit|abort|error|safety|incomplete|cancel|interrupt|insufficient|recitation", re.IGNORECASE
+)
 """What servers call the end of a reply that is not whole; OpenAI's words are `length` and `content_filter`."""
 LONGEST_WAIT_S = 600.0
 """Longest `Retry-After` of a server that is waited for."""
@@ -92,8 +94,9 @@ class ChatEndpoint:
         url = f"{self._address}/chat/completions"
         answer = post(self._client, url, body, timeout_s=config.timeout_s, connect_s=config.timeout_s)
         if answer.status != 200:
-            said = shown_body(answer.content, 300).strip()
-            raise _Answered(f"{answer.status}: {said}" if said else f"{answer.status}", answer.status, answer.after_s)
+            said = f": {said}" if (said := shown_body(answer.content, 300).strip()) else ""
+            waits = f", to ask again in {answer.after_s:g} s" if answer.after_s > LONGEST_WAIT_S else ""
+            raise _Answered(f"{answer.status}{waits}{said}", answer.status, answer.after_s)
         content, ended = _content(answer.content)
         if not content.strip() and not ended:  # as some servers answer under load, or with an error and status 200
             raise _Answered("with an empty reply", 200, 0.0)

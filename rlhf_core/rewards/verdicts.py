@@ -19,14 +19,14 @@ _NAMES = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine"
 _WORDS = {word: number for number, word in enumerate(_NAMES, 1)}
 _TOP = rf"(?:(?P<top>\d+(?:[.,]\d+)?|{'|'.join(_WORDS)})(?!(?!{_UNIT})[^\W_]))"
 _SCALE_WORDS = (
-    r"/|(?:out[\s-]+)?of(?:\s+(?:an?|the|possible|max\w*|total|of)){0,4}|out|von|sur|de|su|из|in|over|auf"
+    r"/|(?:out[\s-]+)?of(?:\s+(?:an?|the|possible|max\w*|total|of)){0,4}|out|von|van|aus|sur|sobre|de|su|из|in|over|auf"
     rf"|{_UNIT}?[满滿]分|on\s+(?:an?|the)\s+{_RANGE}?"
     rf"|(?:(?:on|using|with|in)\s+)?(?:(?:an?|the)\s+)?(?:scale|max(?:imum)?\.?|at\s+most)(?:\s+(?:of|from|is))?\s*:?\s*{_RANGE}?"
 )
 _NUMBER = re.compile(r"[-+]?(?:\d+(?:[.,]\d+)?|[.,]\d+)(?:[eE][-+]?\d+)?")
 _CONTINUES = re.compile(
-    rf"[.,'’]\d|\s*[:=]\s*\d|(?!{_UNIT})[^\W_]|[^\S\n]*‰|[^\S\n]*(?:[+×x=^÷→⇒]|[-=~]+>)\s*\d|[^\S\n]+\d"
-    rf"|{_GAP}(?:(?:-+|—|~|±|\+/-)\s*|(?:to|or|and|bis|oder|à|ou)\s+)\d"
+    rf"[.,·'’]\d|\s*[:=]\s*\d|(?!{_UNIT})[^\W_]|[^\S\n]*‰|[^\S\n]*(?:[+×x=^÷→⇒]|[-=~]+>)\s*\d|[^\S\n]+(?:\*[^\S\n]*)?\d"
+    rf"|{_GAP}(?:(?:-+|—|~|±|\+/-)\s*|(?:to|or|and|plus|minus|bis|oder|à|ou)\s+(?:maybe\s+)?)\d"
     r"|[^\S\n]*[,;|][^\S\n]*\d+(?:[.,]\d+)?[^\S\n]*(?:$|[\n.,;|)\]]|(?:and|or)\b)",
     re.IGNORECASE,
 )
@@ -38,13 +38,20 @@ _SCALE = re.compile(
     re.IGNORECASE,
 )
 _RANGED = re.compile(
-    rf"{_GAP}[\[(（]\s*(?:(?:from|between)\s+)?(?:{_RANGE}{_TOP}\s*[)\]）]|(?:{_RANGE})?{_TOP.replace('top', 'last')}"
+    rf"{_GAP}(?:[\[(（]\s*(?:where\s+)?|,?\s+(?:where|with)\s+)(?:(?:from|between)\s+)?(?:{_RANGE}{_TOP}\s*[)\]）]|(?:{_RANGE})?{_TOP.replace('top', 'last')}"
     r"[\s-]*(?:points?\s+scale|scale|(?:is|=|being)\s+(?:the\s+)?(?:best|max\w*|highest|perfect)))",
     re.IGNORECASE,
 )
 _OTHER_SCORE = re.compile(r"(?:max(?:imum)?\.?|possible|perfect|full)[\s*_]+(?:possible[\s*_]+)?$", re.IGNORECASE)
-_MAXIMUM = re.compile(r"max\w*|(?:score_)?out_?of|scale|possible\w*|range", re.IGNORECASE)
+_MAXIMUM = re.compile(
+    r"max\w*|(?:(?:score|rating)_?)?(?:out_?of|max\w*|scale|range)|scale_max|possible\w*", re.IGNORECASE
+)
 _SEPARATOR = re.compile(r"[\n;|]|,\s|\s(?:and|und|et)\s")
+_THOUGHTS, _THOUGHTS_END = (
+    re.compile(rf"(?:<{end}(?:seed:)?(?:think(?:ing)?|thoughts?)>|\[{end}THINK\]|◁{end}think▷)", re.IGNORECASE)
+    for end in ("", "/")
+)
+_NUMBERED = re.compile(r"\d+[.)]\s+\W*\d")
 _BRACE = re.compile(r'"(?:\\.|[^"\\])*"|[{}]', re.DOTALL)
 _OPENING, _LIST = re.compile(r"[\[{]"), re.compile(r"\[\s*\{")
 _FIELD = re.compile(r"""\{\s*(?:"[^"]*"|'[^']*'|\w+)\s*:""")
@@ -75,6 +82,8 @@ def read_scores(
         given = listed.split() if len(given) == 1 else given
     if not isinstance(given, list) or len(given) != count:
         raise ValueError(f"the judge's scores {str(found)[:80]!r} are not one for each of the {count} answers")
+    if any(isinstance(one, str) and _NUMBERED.match(one.strip()) for one in given):
+        raise ValueError(f"the judge's scores {str(found)[:80]!r} are numbered; give the scores alone")
     return [_checked(one, low, high) for one in given]
 
 
@@ -164,7 +173,7 @@ def _checked(found: Any, low: float, high: float) -> float:
 
 
 def _spoken(text: str) -> str:
-    return text.rpartition("</think>")[2].partition("<think>")[0]
+    return _THOUGHTS.split(_THOUGHTS_END.split(text)[-1])[0]
 
 
 def _object_with(text: str, field: str) -> dict[str, Any]:

@@ -18,6 +18,7 @@ _NUMBER = re.compile(
     r"(?:(?<![\w)])-)?(?:\d[\d,]*(?:[\xa0\u2009\u202f]\d{3})*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,4}(?!\w))?"
 )
 """A dash after a digit, a letter or a bracket is a range or a subtraction, not a sign."""
+_SIGNED = re.compile(r"(?<![\w)])-\\?[$€£¥](?=[\d.])")  # a minus before a currency sign
 _SEVERAL = re.compile(r"\s*(?:\[|\{.*,)")  # a list or a set, of whose numbers none is the answer
 _THINK_THEN_ANSWER = re.compile(r"\s*<think>(.*?)</think>\s*<answer>(.*?)</answer>\s*", re.DOTALL)
 _TAG = re.compile(r"</?(?:think|answer)>")
@@ -104,7 +105,7 @@ def read_final_number(text: str) -> Decimal | None:
     >>> read_final_number("so 3 apples cost $1,050.00. #### 1,050.")
     Decimal('1050')
     """
-    text = fold(text)
+    text = _SIGNED.sub("-", fold(text))
     _, marker, after = text.rpartition("####")
     if marker:
         return _first_number(after)
@@ -161,7 +162,7 @@ def _same(text: str, label: str) -> bool:
 
 def _whole_number(text: str) -> Decimal | None:
     """The text as a number if it is nothing else, save a currency or percent sign."""
-    text = fold(text).strip().strip("$%").rstrip(".").strip().removeprefix("+")
+    text = _SIGNED.sub("-", fold(text).strip()).strip("$%").rstrip(".").strip().removeprefix("+")
     return _decimal(text) if _NUMBER.fullmatch(text) else None
 
 

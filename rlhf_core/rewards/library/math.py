@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from decimal import Decimal
 from types import FrameType
 from typing import Any
 
@@ -15,6 +17,8 @@ from rlhf_core.rewards.library.labels import against_labels, expected_texts, nee
 from rlhf_core.text import fold
 
 logger = logging.getLogger(__name__)
+
+_POWER = re.compile(r"-?\d+(?:\.\d+)?[eE][-+]?\d{1,3}")
 
 
 def math_reward(
@@ -56,9 +60,12 @@ class _Expired(BaseException):
 
 
 def _read_label(label: str, parse: Callable[..., list[Any]]) -> list[Any]:
-    for text in expected_texts(label)[-1:]:
-        marked = "\\boxed" in text or "$" in text
-        return parse(fold(text) if marked else f"\\boxed{{{fold(text).strip()}}}", parsing_timeout=None)
+    for text in map(fold, expected_texts(label)[-1:]):
+        if "\\boxed" in text or "$" in text:
+            return parse(text, parsing_timeout=None)
+        text = text.strip().rstrip(".")
+        text = f"{Decimal(text):f}" if _POWER.fullmatch(text) else text  # math-verify takes the e for Euler's number
+        return parse(f"\\boxed{{{text}}}", parsing_timeout=None)
     return []
 
 

@@ -13,6 +13,7 @@ from rlhf_core.config.data import Files, Filters
 from rlhf_core.data.cleaning import (
     NearDuplicates,
     RowFilter,
+    caseless,
     decontaminate,
     deduplicate,
     exact,
@@ -388,6 +389,12 @@ def test_keys_are_masked_and_no_value_is_lost():
 def test_the_checksum_of_the_standard():
     assert luhn("79927398713")
     assert not any(luhn(f"7992739871{digit}") for digit in "012456789")
+
+
+def test_hidden_marks_hide_no_evaluation_prompt():
+    assert {
+        caseless((Message("user", text),)) for text in ("a-5", "\ufeffA\u200b\u22125", "\u202aa\u00ad-5\u202c")
+    } == {caseless((Message("user", "a-5"),))}
 
 
 CAFE = {form: normal(form, "Caf\u00e9 no\u0308 1\u00b2?") for form in ("NFC", "NFD", "NFKC", "NFKD")}

@@ -482,9 +482,12 @@ def test_most_rows_decide_on_the_format_wherever_an_odd_one_is(tmp_path, odd, pl
     [
         *(
             (name, ["question", name])
-            for name in ("choices", "Options", "option_a", "B", "opa", "endings", "hypothesis")
+            for name in ("choices", "Options", "option A", "A.", "b", "opa", "endings", "hypothesis", "hint", "code")
         ),
-        *((name, [name, "question"]) for name in ("passage", "documents", "context", "supporting_paragraphs", "table")),
+        *(
+            (name, [name, "question"])
+            for name in ("passage", "document_text", "context", "ctx", "facts", "supporting_paragraphs", "tables")
+        ),
     ],
 )
 def test_a_column_that_belongs_to_the_question_is_not_left_out(tmp_path, column, parts):
@@ -533,6 +536,12 @@ def test_answers_and_mapped_labels_with_a_gap_are_integers(tmp_path):
     assert sorted(row.label for row in tables.prompts) == ["", "9"] and not report.not_read["x"]
     tables, _, _ = tables_of(sources=[{"name": "y"} | answers], max_bad_fraction=0.5)
     assert sorted(row.label for row in tables.prompts) == ["4", "9"]
+
+
+def test_a_word_for_a_missing_number_is_no_label(tmp_path):
+    (tmp_path / "x.csv").write_text("prompt,label\na,9.0\nb,nan\n")
+    tables, _, _ = tables_of(sources=[{"name": "x", "path": str(tmp_path / "x.csv"), "use": {"prompts": 1.0}}])
+    assert sorted(row.label for row in tables.prompts) == ["", "9"]
 
 
 def test_decimal_labels_in_text_stay_as_they_are_written(tmp_path):

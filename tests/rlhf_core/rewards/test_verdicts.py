@@ -101,6 +101,9 @@ def test_a_number_is_read_as_people_write_it(said, score):
         ("4 (1-5)", "on another scale"),
         ("4 (five-point scale)", "on another scale"),
         ("4 (5 is best)", "on another scale"),
+        ("3 (where 5 is best)", "on another scale"),
+        ("3, with 5 being the highest", "on another scale"),
+        ("5 aus 5", "on another scale"),
         ("0.8 (80%)", "on another scale"),
         ("7, 8", "in several ways"),
         ("7; 8 and 9", "in several ways"),
@@ -116,6 +119,10 @@ def test_a_number_is_read_as_people_write_it(said, score):
         ("7 to 8", "in several ways"),
         ("7 or 8", "in several ways"),
         ("7 ± 1", "in several ways"),
+        ("7 or maybe 8", "in several ways"),
+        ("7 minus 2", "in several ways"),
+        ("4 * 2 = 8", "in several ways"),
+        ("0·8", "in several ways"),
         ("7 -> 8", "in several ways"),
         ("7 → 8", "in several ways"),
         ("2^3", "in several ways"),
@@ -133,7 +140,7 @@ def test_a_number_on_another_scale_or_of_two_readings_is_no_score(said, rule):
 def test_the_highest_possible_score_is_not_the_score():
     assert read_score("Score: 8\nMaximum score: 10", PatternVerdict(), low=0, high=10) == 8.0
     assert read_score('{"score": 8, "max_score": 10}', JsonVerdict(), low=0, high=10) == 8.0
-    for field in ('"max_score": 5', '"out_of": 5', '"scale": "1-5"'):
+    for field in ('"max_score": 5', '"out_of": 5', '"scale": "1-5"', '"score_max": 5', '"rating_scale": "1-5"'):
         with pytest.raises(ValueError, match="on another scale"):
             read_score(f'{{"score": 4, {field}}}', JsonVerdict(), low=0, high=10)
 
@@ -205,3 +212,18 @@ def test_a_list_of_scores_is_cut_between_its_numbers(text, scores):
 def test_a_list_of_other_numbers_is_refused(text):
     with pytest.raises(ValueError, match="judge's score"):
         read_scores(f"Scores: {text}", PatternVerdict(pattern=r"Scores: (.*)"), count=2, low=0, high=10)
+
+
+@pytest.mark.parametrize("tag", ["<think>", "<thinking>", "<Thought>", "[THINK]", "◁think▷", "<seed:think>"])
+def test_a_score_among_thoughts_is_no_score(tag):
+    end = tag.replace(tag[0], f"{tag[0]}/", 1)
+    for text in (f"{tag}Score: 3? Hm", f"{tag}Score: 3?{end} It is fine."):
+        with pytest.raises(ValueError, match="holds no score"):
+            read_score(text, PatternVerdict(), low=0, high=10)
+    assert read_score(f"{tag}Score: 3?{end} Score: 7", PatternVerdict(), low=0, high=10) == 7.0
+
+
+@pytest.mark.parametrize("said", ["1. 8\n2. 3", "1) 8\n2) 3"])
+def test_numbers_of_a_list_are_no_scores(said):
+    with pytest.raises(ValueError, match="are numbered"):
+        read_scores(f"Scores:\n{said}", PatternVerdict(pattern=r"(?s)Scores:\s*(.*)"), count=2, low=0, high=10)

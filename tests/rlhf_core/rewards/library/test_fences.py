@@ -54,6 +54,21 @@ def test_the_program_of_an_answer_is_found(text):
     assert read_program(text).strip() == PROGRAM.strip()
 
 
+@pytest.mark.parametrize("after", ["print(f(1))", "assert f(1) == 2", "# done", ""])
+def test_a_program_is_its_functions_with_what_uses_them(after):
+    text = f"```python\n{PROGRAM}```\nUsage:\n```python\n{after}\n```"
+    used = after if "f(1)" in after else ""
+    assert read_program(text).split() == (PROGRAM + used).split()
+
+
+@pytest.mark.parametrize(
+    "last", ["def f(n):\n    return n", "from a import f\nf(1)", "f = 1\nprint(f)", "print(1", "print(n)"]
+)
+def test_a_program_that_stands_alone_is_not_joined(last):
+    first = "n = 1\ndef f(x):\n    return n"
+    assert read_program(f"```python\n{first}\n```\nBetter:\n```python\n{last}\n```").strip() == last
+
+
 def test_a_fence_inside_of_a_longer_one_or_in_a_docstring_is_content():
     inner = '"""Shows\n```\nf(1)\n```\n"""\n'
     assert fences(f"````python\n{inner}````") == [fences(f"````Python\n{inner}````")[0]]

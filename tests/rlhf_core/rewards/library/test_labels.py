@@ -48,6 +48,8 @@ def test_a_package_that_is_not_installed_is_named(monkeypatch, reward, module, p
         ("\u0664\u0662", "42", 1.0),
         ("cafe\u0301", "caf\u00e9", 1.0),
         ("1.10", "1.1", 0.0),
+        ("\u202a42\u202c", "42", 1.0),
+        ("4\u00ad2", "42", 1.0),
         ("[0, 1]", "[0, 1]", 1.0),
         ("[0, 2]", "[0, 1]", 0.0),
         ("42", '["42", "forty-two"]', None),
@@ -78,6 +80,10 @@ def test_a_label_is_compared_by_what_it_expects(text, label, reward):
         ("#### 1000", "1e3", 1.0),
         ("#### 3", "1e3", 0.0),
         ("#### 42", "42.0", 1.0),
+        ("#### -$5", "-5", 1.0),
+        ("#### -$5", "5", 0.0),
+        (r"\boxed{-\$5}", "-5", 1.0),
+        ("$10-$5", "5", 1.0),
     ],
 )
 def test_the_final_number_has_the_sign_and_the_digits_of_its_script(text, label, reward):
