@@ -387,8 +387,12 @@ class ProgramSide(Link):
         return value, printed.getvalue()
 
     def _start(self, used: list[str], free: list[str], program: str) -> Any:
-        """Run the program. Its variables that the test uses, and the names of variables that it does not define."""
+        """Run the program. Its variables that the test uses, and the names of variables that it does not define.
+
+        It runs as a module that a test imports: what stands below `if __name__ == "__main__":` is for a program with input.
+        """
         code = compile(program, "main.py", "exec")
+        self.names["__name__"], sys.modules["main"] = "main", self.main
         try:
             exec(code, self.names)
         except SystemExit:

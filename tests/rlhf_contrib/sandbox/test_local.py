@@ -429,6 +429,17 @@ def test_a_program_may_end_itself_after_its_output_and_not_before_its_tests(end)
     assert run_tests(f"def f(x):\n    return x\n{end}", [Assertions("assert f(1) == 1")], limits=QUICK).share == 0.0
 
 
+@pytest.mark.parametrize("main", ["sys.exit(0)", "print(f(int(input())))", "raise SystemExit(f(1))", "unittest.main()"])
+def test_a_test_of_a_function_does_not_run_the_main_part_of_a_program(main):
+    program = (
+        "from __future__ import annotations\nfrom dataclasses import dataclass\nimport sys, unittest\n@dataclass\n"
+        f"class A:\n    x: int\ndef f(x):\n    return A(x).x + 1\nif __name__ == '__main__':\n    {main}"
+    )
+    assert run_tests(program, [Assertions("assert f(1) == 2")], limits=QUICK).outcome == "passed"
+    assert run_tests(program, [Assertions("assert f(1) == f(0) + 1")], limits=QUICK).outcome == "passed"
+    assert run_tests(program, [Assertions("assert f(1) == 3")], limits=QUICK).share == 0.0
+
+
 def test_a_program_starts_with_names_of_its_own_only():
     shown = "print(sorted(n for n in globals() if n[:2] != '__'), __name__, __file__)\nimport sys\nprint(sys.argv)"
     assert run_program(shown, limits=QUICK).stdout == "[] __main__ main.py\n['main.py']\n"
