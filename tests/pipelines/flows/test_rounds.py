@@ -284,6 +284,14 @@ def test_the_last_round_has_names_outside():
     assert "llama.policy" in found["llama/round_3/policy"].names and "after" in found
 
 
+def test_a_member_of_an_ensemble_in_rounds_is_that_of_its_round():
+    model = ROUNDS["steps"]["model"] | {"ensemble": {"members": 2}}
+    terms = {"terms": {"reward": {"type": "reward_model", "model": "model/2"}}}
+    scored = ROUNDS["steps"]["scored"] | {"rewards": terms}
+    found = nodes(small(ROUNDS | {"steps": ROUNDS["steps"] | {"model": model, "scored": scored}}))
+    assert found["llama/round_2/scored"].inputs["reward_models"] == {"model/2": "llama/round_2/model/2"}
+
+
 @pytest.mark.parametrize(
     ("change", "error"),
     [
