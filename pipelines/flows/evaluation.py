@@ -92,12 +92,13 @@ def suite_nodes(config: EvaluationConfig, compared: Compared, answers: Mapping[s
         # The prompts and the sampling are in the digests of the answers; the stage reads neither field.
         measure = suite.model_copy(update={"prompts": None, "generate": None})
         for name, generations in found.items():
-            against = opponent_of(config, suite, name) if isinstance(suite, JudgeSuite) else ""
-            if isinstance(suite, JudgeSuite) and against not in found:
-                continue  # the champion, before one exists; or a policy without a parent
-            results[f"{suite.name}/{name}"] = f"{label}/{name}"
+            against = ""
             if isinstance(suite, JudgeSuite):
+                against = opponent_of(config, suite, name)
+                if against not in found:
+                    continue  # the champion, before one exists; or a policy without a parent
                 opponents[f"{suite.name}/{name}"] = against
+            results[f"{suite.name}/{name}"] = f"{label}/{name}"
             inputs = {"generations": generations, "opponent": found.get(against, ""), "reward_model": model}
             yield Node(f"{label}/{name}", "evaluate_suite", measure, inputs, group=GROUP)
     if results:

@@ -8,13 +8,13 @@ from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar, cast
 from pydantic import BaseModel
 
 from pipelines.flows.inputs import Opponents
+from pipelines.flows.nodes import rewards_in
 from pipelines.flows.trial import try_custom_functions
 from pipelines.services.home import Home
 from pipelines.services.user_servers import registry
 from rlhf_core.by_path import is_path
 from rlhf_core.config.agents import AgentConfig, AgentsBySource, EpisodeLimits
 from rlhf_core.config.engines import BaseSamplerConfig, check_lora_sync, check_quantized
-from rlhf_core.config.rewards import RewardsConfig
 from rlhf_core.config.runtime import RuntimeConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.rewards.model import check_reward_models
@@ -129,14 +129,7 @@ class Stages:
 
     def _check_reward_models(self, path: str, config: Any, inputs: Mapping[str, Any]) -> None:
         """Raise ConfigError for a missing reward model now, not after earlier stages have run for hours."""
-        evaluated = getattr(config, "evaluate", None)
-        found: dict[str, RewardsConfig | None] = {
-            "rewards": getattr(config, "rewards", None),
-            "evaluate.independent": getattr(evaluated, "independent", None),
-        }
-        for key, rewards in found.items():
-            if rewards is None or "reward_models" not in inputs:
-                continue
+        for key, rewards in rewards_in(config).items() if "reward_models" in inputs else ():
             try:
                 check_reward_models(rewards, inputs["reward_models"])
             except ConfigError as error:

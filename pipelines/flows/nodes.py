@@ -11,7 +11,6 @@ from functools import cached_property
 from inspect import get_annotations
 from typing import Any, TypeAlias, TypeVar, cast, get_args
 
-from rlhf_core.config.policy import PPOConfig
 from rlhf_core.config.rewards import GenerativeReward, RewardsConfig, Term, models_of
 from rlhf_core.errors import ConfigError
 from rlhf_core.schema.base import Config
@@ -27,10 +26,8 @@ from rlhf_core.types import (
     StepsRef,
 )
 from stages.config.checkpoint import CheckpointConfig
-from stages.config.dpo import DPOConfig
 from stages.config.mix import MixConfig
 from stages.config.select import Pairs, PromptsInBand
-from stages.config.sft import SFTConfig
 from stages.config.synthesize import SynthesizeConfig
 from stages.table import STAGES
 
@@ -153,9 +150,7 @@ class Node:
     @property
     def exported(self) -> dict[str, int]:
         """The names of the policies that a training exports on its way, and their steps."""
-        if self.stage not in ("sft", "dpo", "ppo") or not isinstance(self.config, (SFTConfig, DPOConfig, PPOConfig)):
-            return {}
-        return {f"{self.label}_{step}": step for step in self.config.exported_steps}
+        return {f"{self.label}_{step}": step for step in getattr(self.config, "exported_steps", ())}
 
     @property
     def may_be_empty(self) -> tuple[str, ...]:

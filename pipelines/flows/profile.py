@@ -84,17 +84,9 @@ class PipelineConfig(GraphConfig):
             raise ValueError(
                 "import_reward_model = {...}: takes the place of [reward_model]; remove one of the two sections"
             )
-        starts = {
-            "dpo": self.dpo,
-            "iterative_dpo": self.iterative_dpo,
-            "online": self.online,
-            "ppo": self.ppo,
-            "distill": self.distill,
-        }
-        for section, config in starts.items():
-            if config is None or config.start_from == "base":
-                continue
-            if getattr(self, config.start_from) is None:
+        for section in ("dpo", "iterative_dpo", "online", "ppo", "distill"):
+            config = getattr(self, section)
+            if config and config.start_from != "base" and getattr(self, config.start_from) is None:
                 raise ValueError(
                     f"{section}.start_from = {config.start_from!r}: the profile has no [{config.start_from}]; "
                     "add that section or start from 'base'"
@@ -123,15 +115,15 @@ class PipelineConfig(GraphConfig):
                 "online = {...}: its first round scores answers with a reward model; add [reward_model] or "
                 "[import_reward_model]"
             )
-        if self.publish is not None and self.evaluate is None:
-            raise ValueError("publish = {...}: its gate reads the report of [evaluate]; add that section")
-        if self.publish is not None and self.evaluate is not None:
+        if self.publish is not None:
+            if self.evaluate is None:
+                raise ValueError("publish = {...}: its gate reads the report of [evaluate]; add that section")
             self._check_gates(self.publish, self.evaluate)
-        if self.publish is not None and self.publish.policy not in ("", *self.policies()):
-            raise ValueError(
-                f"publish.policy = {self.publish.policy!r}: this profile makes {', '.join(self.policies())}; "
-                "name one of them"
-            )
+            if self.publish.policy not in ("", *self.policies()):
+                raise ValueError(
+                    f"publish.policy = {self.publish.policy!r}: this profile makes {', '.join(self.policies())}; "
+                    "name one of them"
+                )
         return self
 
     def _check_windows(self, step: Node) -> None:
@@ -221,7 +213,7 @@ class PipelineConfig(GraphConfig):
         if self.publish is not None and self.publish.policy:
             return self.publish.policy
         makers = [step for step in self.steps() if step.output is PolicyRef] if self.recipe or self.rounds else []
-        read = {name for step in makers for names in step.reads().values() for name in names}
+        read = {name for step in makers for name in step.reads_names()}
         return ([name for name in self.policies() if name not in read] or self.policies())[-1]
 
 

@@ -76,19 +76,13 @@ def check_mix(step: Node, made: Mapping[str, Node], data: DataConfig) -> None:
         return
     known = {source for one in found if one is not None for source in one[0]}
     table = step.path.rpartition(".")[0] if step.mixes_input else step.path
-    named: dict[str, tuple[str, object]] = {
-        f"{table}.sources": (name, name) for name in step.config.sources if name not in known
-    }
-    named |= {
-        f"{table}.mixture.{name}": (name, share) for name, share in step.config.mixture.items() if name not in known
-    }
-    for option in ("chat_template", "chat_template_kwargs"):
+    for option in ("sources", "mixture", "chat_template", "chat_template_kwargs"):
         given = getattr(step.config, option)
-        unknown = [name for name in given if name not in known]
-        named |= {f"{table}.{option}.{name}": (name, given[name]) for name in unknown}
-    for key, (name, shown) in named.items():
-        rule = f"no row of {', '.join(listed(step.inputs['tables']))} has this source"
-        raise ConfigError(key, shown, rule, nearest(name, sorted(known)))
+        for name in given:
+            if name not in known:
+                key, shown = (f"{option}.{name}", given[name]) if isinstance(given, Mapping) else (option, name)
+                rule = f"no row of {', '.join(listed(step.inputs['tables']))} has this source"
+                raise ConfigError(f"{table}.{key}", shown, rule, nearest(name, sorted(known)))
 
 
 def sources_of(name: str, made: Mapping[str, Node], data: DataConfig) -> tuple[set[str], bool] | None:
@@ -103,23 +97,20 @@ def sources_of(name: str, made: Mapping[str, Node], data: DataConfig) -> tuple[s
     config, inputs = made[name].config, made[name].inputs
     if isinstance(config, PrepareDataConfig):
         return data_sources(config.data, prepared_part(name)[1]), True
-    if isinstance(config, MixConfig):
-        tables = [sources_of(table, made, data) for table in listed(inputs["tables"])]
-        known = [one for one in tables if one is not None]
-        chosen = set(config.sources or config.mixture)
-        sources = {source for one, _ in known for source in one if not chosen or source in chosen}
-        return (sources, all(whole for _, whole in known)) if len(known) == len(tables) else None
 
-    # Any other step has the sources of the rows that it reads. Only these two keep all of the rows.
-    before = next((inputs[kind] for kind in ("rollouts", "pool", "generations", "prompts") if kind in inputs), "")
+    # Any other step has the sources of the rows that it reads.
+    kinds = ("tables", "rollouts", "pool", "generations", "prompts")
+    before = next((inputs[kind] for kind in kinds if kind in inputs), "")
     found = [sources_of(one, made, data) for one in listed(before)]
     known = [one for one in found if one is not None]
     if not known or len(known) < len(found):
         return None
-    scores = isinstance(config, ScoreConfig)
-    answers_all = isinstance(config, GenerateConfig) and not config.max_prompts
     sources = {source for one, _ in known for source in one}
-    return sources, (scores or answers_all) and known[0][1]
+    if isinstance(config, MixConfig):
+        return sources & (set(config.sources or config.mixture) or sources), all(whole for _, whole in known)
+    # Of the others only two keep all of the rows.
+    answers_all = isinstance(config, GenerateConfig) and not config.max_prompts
+    return sources, (isinstance(config, ScoreConfig) or answers_all) and known[0][1]
 
 
 def data_sources(data: DataConfig, table: str) -> set[str]:

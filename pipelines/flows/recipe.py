@@ -113,7 +113,7 @@ class GraphConfig(Config):
             *(node for name, table in self.recipe.items() for node in recipe_steps(name, table, others)),
         ]
         steps += [node for name, rounds in self.rounds.items() for node in round_steps(name, rounds, others)]
-        steps = with_kinds(steps)
+        steps = with_kinds([with_labels(step, without_prefix) for step in steps])
         check(steps)
         return in_order(steps)
 
@@ -205,20 +205,8 @@ def scoring(section: Config, models: Mapping[str, str], recipe: Collection[str])
 # ---------------------------------------------------------------- tables of a recipe
 
 
-def recipe_steps(
-    name: str,
-    config: Any,
-    others: Collection[str],
-    *,
-    key: str = "",
-    place: Callable[[str], str] = str,
-    rounds: Callable[[str], list[str]] | None = None,
-) -> Iterator[Node]:
-    """Yield the node of the table `[recipe.<name>]`, after the mixes of its rows.
-
-    `others` are the names of all steps. `place` finds the label of a written name, and `rounds` the labels of a step in all
-    rounds so far; a table of a recipe has none.
-    """
+def recipe_steps(name: str, config: Any, others: Collection[str], *, key: str = "") -> Iterator[Node]:
+    """Yield the node of the table `[recipe.<name>]`, after the mixes of its rows. `others` are the names of all steps."""
     key = key or f"recipe.{name}"
     node = Node(name, config.stage, config, key=key)
     inputs: dict[str, Any] = {kind: getattr(config, kind) for kind in node.kinds if hasattr(config, kind)}
@@ -231,29 +219,22 @@ def recipe_steps(
         inputs["teachers"] = {teacher: teacher for teacher in teachers_in(config)}
     if isinstance(config, MergeConfig):
         inputs["policies"] = {policy: policy for policy in config.weights}
-    yield from with_mixes(node, inputs, place=place, rounds=rounds)
+    yield from with_mixes(node, inputs)
 
 
-def with_mixes(
-    node: Node,
-    inputs: Mapping[str, Any],
-    *,
-    place: Callable[[str], str] = str,
-    rounds: Callable[[str], list[str]] | None = None,
-) -> Iterator[Node]:
-    """Yield the mixes of a node's rows, and then the node with its inputs, as in `recipe_steps`."""
+def with_mixes(node: Node, inputs: Mapping[str, Any]) -> Iterator[Node]:
+    """Yield the mixes of a node's rows, and then the node with its inputs."""
     found: dict[str, Names] = {}
     for kind, given in inputs.items():
         if kind not in tables_read(node):
             if (node.stage, kind) == ("select", "rollouts"):
-                found |= rollouts_of(f"{node.path}.{kind}", given, place, rounds)
+                found |= rollouts_of(f"{node.path}.{kind}", given)
             elif not isinstance(node.config, MixConfig):
-                found[kind] = placed({one: one for one in given} if isinstance(given, tuple) else given, place)
+                found[kind] = {one: one for one in given} if isinstance(given, tuple) else given
             continue
         key = f"{node.path}.{kind}"
-        tables, chosen = tables_of(key, given, rounds)
+        names, chosen = tables_of(key, given)
         options = {one: getattr(node.config, one) for one in ROW_OPTIONS if chooses(node, kind, one)}
-        names = placed(tables, place)
         options |= {"kind": next(part for part, of in PARTS.items() if of is node.kinds[kind]), "shares": chosen}
         rows = mixed(node.path, kind, options)
         if len(names) == 1 and not chosen and len(options) == 2:
@@ -262,25 +243,17 @@ def with_mixes(
         found[kind] = f"{node.label}/{kind}"
         yield Node(f"{node.label}/{kind}", "mix", rows, {"tables": names}, key=key)
     if isinstance(node.config, MixConfig):
-        tables, shares = tables_of(f"{node.path}.tables", inputs["tables"], rounds)
-        found["tables"] = placed(tables, place)
+        found["tables"], shares = tables_of(f"{node.path}.tables", inputs["tables"])
         options = {one: getattr(node.config, one) for one in MixConfig.model_fields} | {"shares": shares}
         node = replace(node, config=mixed(node.path, "tables", options))
     yield replace(node, inputs=found)
 
 
-def rollouts_of(
-    key: str, given: Any, place: Callable[[str], str], rounds: Callable[[str], list[str]] | None
-) -> dict[str, Names]:
+def rollouts_of(key: str, given: Any) -> dict[str, Names]:
     """The inputs of a selection: rollouts of one step, or a pool of several by name."""
-    if isinstance(given, AllRounds):
-        given = tables_of(key, given, rounds)[0]
-    if isinstance(given, str):
-        given = [given]
-    names = given if isinstance(given, Mapping) else {name: name for name in given}
-    labels = placed(names, place)
+    names = given if isinstance(given, Mapping) else tables_of(key, given)[0]
     # One step has the input, and so the key, that it had before selections could read several.
-    return {"pool": labels} if len(names) > 1 else {"rollouts": "".join(labels.values())}
+    return {"pool": names} if len(names) > 1 else {"rollouts": "".join(names.values())}
 
 
 def mixed(key: str, name: str, options: Mapping[str, Any]) -> MixConfig:
@@ -293,15 +266,11 @@ def mixed(key: str, name: str, options: Mapping[str, Any]) -> MixConfig:
         raise ValueError(f"{key}.{named}") from None
 
 
-def tables_of(
-    key: str, given: Any, rounds: Callable[[str], list[str]] | None
-) -> tuple[dict[str, str], dict[str, float]]:
+def tables_of(key: str, given: Any) -> tuple[dict[str, str], dict[str, float]]:
     """The names of an input that takes several tables, and their shares, which are empty if all rows are taken."""
-    if isinstance(given, AllRounds):
-        if rounds is None:
-            rule = "only a step of [rounds.NAME] has earlier rounds"
-            raise ValueError(explain(key, {"all": given.all}, rule, "name one table, a list of tables, or shares"))
-        given = rounds(given.all)
+    if isinstance(given, AllRounds):  # those of a step in rounds have been replaced by the names of its tables
+        rule = "only a step of [rounds.NAME] has earlier rounds"
+        raise ValueError(explain(key, {"all": given.all}, rule, "name one table, a list of tables, or shares"))
     if isinstance(given, str):
         given = (given,)
     return {name: name for name in given}, dict(given) if isinstance(given, Mapping) else {}
@@ -318,11 +287,13 @@ def chooses(node: Node, kind: str, option: str) -> bool:
     return bool(getattr(node.config, option, default) != default)
 
 
-def placed(names: Names, place: Callable[[str], str]) -> Any:
-    """Names with their labels in place of what is written."""
-    if isinstance(names, str):
-        return place(without_prefix(names)) if names else ""
-    return {used: place(without_prefix(name)) for used, name in names.items()}
+def with_labels(node: Node, label: Callable[[str], str]) -> Node:
+    """The node, whose inputs have labels in place of the names that are written."""
+    inputs = {
+        kind: label(names) if isinstance(names, str) else {used: label(name) for used, name in names.items()}
+        for kind, names in node.inputs.items()
+    }
+    return replace(node, inputs=inputs)
 
 
 def without_prefix(name: str) -> str:
@@ -389,25 +360,23 @@ def round_steps(name: str, config: RoundsConfig, others: Collection[str]) -> Ite
         def place(written: str, at: str = at, before: str = before, first: bool = number == 1) -> str:
             step = written.removeprefix(PREVIOUS)
             if step != written:
-                return without_prefix(config.start[step]) if first else f"{before}/{step}"
-            return f"{at}/{written}" if written.partition(".")[0] in config.steps else written
-
-        def so_far(step: str, number: int = number) -> list[str]:
-            return [config.start[step], *(f"{name}/round_{one}/{step}" for one in range(1, number))]
+                return config.start[step] if first else f"{before}/{step}"
+            # A step, a part of its data (`more.prompts`), or the mix of its rows (`policy/preferences`).
+            makers = {written.partition(".")[0], written.rpartition("/")[0]}
+            return written if makers.isdisjoint(config.steps) else f"{at}/{written}"
 
         for step, table in config.steps.items():
-            path = f"{key}.steps.{step}"
-            for node in recipe_steps(step, table, {*others, *config.steps}, key=path, place=place, rounds=so_far):
+            so_far = {
+                option: (config.start[given.all], *(f"{name}/round_{one}/{given.all}" for one in range(1, number)))
+                for option, given in table
+                if isinstance(given, AllRounds)
+            }
+            table = table.model_copy(update=so_far)
+            for node in recipe_steps(step, table, {*others, *config.steps}, key=f"{key}.steps.{step}"):
                 label = f"{at}/{node.label}"
-                inputs = {kind: own_mix(names, step, at) for kind, names in node.inputs.items()}
                 last = (f"{name}.{node.label}", label) if number == config.count else ()
                 # Another seed draws other samples and other orders in each round.
-                yield replace(node, label=label, inputs=inputs, names=last, seed=number - 1)
-
-
-def own_mix(names: Names, step: str, at: str) -> Names:
-    """The name of an input, where a step's own mix has the label of its round."""
-    return f"{at}/{names}" if isinstance(names, str) and names.startswith(f"{step}/") else names
+                yield replace(with_labels(node, place), label=label, names=last, seed=number - 1)
 
 
 def check_rounds(key: str, config: RoundsConfig) -> None:
@@ -417,19 +386,18 @@ def check_rounds(key: str, config: RoundsConfig) -> None:
             rule = "this name has another meaning; give the step another one"
             raise ValueError(f"{key}.steps.{step} = {{...}}: {rule}")
         for option, value in table:
-            written = (
-                [value] if isinstance(value, (str, AllRounds)) else list(value) if isinstance(value, tuple) else []
-            )
-            written += list(value.keys()) + list(value.values()) if isinstance(value, Mapping) else []
-            for one in written:
-                used = one.all if isinstance(one, AllRounds) else one
-                if not isinstance(used, str) or not (isinstance(one, AllRounds) or used.startswith(PREVIOUS)):
+            written = [*value, *value.values()] if isinstance(value, Mapping) else value
+            for one in written if isinstance(written, (list, tuple)) else [written]:
+                shown: object = one
+                if isinstance(one, AllRounds):
+                    used, shown = one.all, {"all": one.all}
+                elif isinstance(one, str) and one.startswith(PREVIOUS):
+                    used = one.removeprefix(PREVIOUS)
+                else:
                     continue
-                used = used.removeprefix(PREVIOUS)
                 if used not in config.steps or used not in config.start:
                     steps, start = ", ".join(config.steps), ", ".join(config.start) or "nothing"
                     rule = f"{used} must be a step of the round ({steps}) and a key of start ({start})"
-                    shown = {"all": used} if isinstance(one, AllRounds) else one
                     raise ValueError(explain(f"{key}.steps.{step}.{option}", shown, rule, "name one that is both"))
 
 
@@ -458,7 +426,7 @@ def in_order(steps: Sequence[Node]) -> list[Node]:
 
 def read_steps(step: Node, makers: Mapping[str, Node]) -> list[Node]:
     """Return the steps that a step reads from."""
-    return [makers[name] for names in step.reads().values() for name in names if name in makers]
+    return [makers[name] for name in step.reads_names() if name in makers]
 
 
 def cycle(steps: Sequence[Node], makers: Mapping[str, Node]) -> list[str]:
@@ -473,5 +441,4 @@ def drawn(steps: Sequence[Node]) -> Iterator[str]:
     """Yield a line for each step with what it reads: the graph as `rlhf plan` shows it."""
     width = max((len(step.label) for step in steps), default=0)
     for step in steps:
-        read = dict.fromkeys(name for names in step.reads().values() for name in names)
-        yield f"{step.label:<{width}} <- {', '.join(read) or 'outside'} ({step.stage})"
+        yield f"{step.label:<{width}} <- {', '.join(step.reads_names()) or 'outside'} ({step.stage})"

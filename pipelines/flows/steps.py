@@ -5,7 +5,7 @@ An input names a step, a part of `prepare_data` (`base`, `prompts`, ...), an art
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, reduce
 from operator import or_
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
@@ -192,16 +192,14 @@ def section_table(title: str, stage: Stage[..., Any], options: type[Config]) -> 
 
 def recipe_tables() -> Any:
     """The union of the tables of all stages and groups, chosen by `stage` and, in some stages, by `type`."""
-    kinds: list[Any] = []
-    for name, stage in STAGES.items():
-        if name not in NOT_STEPS:
-            tables = list(stage_tables(stage))
-            kinds.append(Annotated[reduce(or_, tables), Field(discriminator="type")] if len(tables) > 1 else tables[0])
-    kinds += [group_table(name) for name in GROUPS]
-    union = kinds[0]
-    for kind in kinds[1:]:
-        union = union | kind
-    return Annotated[union, Field(discriminator="stage")]
+    kinds = [union(stage_tables(stage), "type") for name, stage in STAGES.items() if name not in NOT_STEPS]
+    return union([*kinds, *map(group_table, GROUPS)], "stage")
+
+
+def union(kinds: Iterable[Any], tag: str) -> Any:
+    """The union of classes that differ by the option `tag`."""
+    found = list(kinds)
+    return Annotated[reduce(or_, found), Field(discriminator=tag)] if len(found) > 1 else found[0]
 
 
 def own_stage(path: str) -> Stage[..., Any]:
@@ -219,9 +217,7 @@ def own_stage(path: str) -> Stage[..., Any]:
 @cache
 def own_tables(path: str) -> TypeAdapter[Any]:
     """What reads the tables of a stage that is named by path."""
-    tables = list(stage_tables(own_stage(path)))
-    kind: Any = Annotated[reduce(or_, tables), Field(discriminator="type")] if len(tables) > 1 else tables[0]
-    return TypeAdapter(kind)
+    return TypeAdapter(union(stage_tables(own_stage(path)), "type"))
 
 
 def read_step(table: Any, handler: ValidatorFunctionWrapHandler) -> Any:

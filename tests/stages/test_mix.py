@@ -98,6 +98,22 @@ def test_shares_repeat_small_tables_until_all_are_exhausted(store, two):
     assert report["tables"]["general"]["desk"] == {"taken": general, "repeated": general - 10, "left_out": 1}
 
 
+def test_a_mix_that_is_killed_after_its_rows_ends_with_the_same_bytes(store, two, tmp_path, monkeypatch):
+    config = MixConfig(shares={"right": 3.0, "general": 1.0}, stopping_strategy="all_exhausted")
+
+    def killed(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("stages.mix.write_json", killed)
+        mixed(store, config, **two)
+    other = ArtifactStore(tmp_path / "undisturbed")
+    same = {name: other.external(DemonstrationsRef, tmp_path / name) for name in two}
+    again, expected = mixed(store, config, **two)[0], mixed(other, config, **same)[0]
+    for name in ("train.parquet", "eval.parquet", "report.json"):
+        assert (again / name).read_bytes() == (expected / name).read_bytes()
+
+
 def test_sources_are_chosen_and_have_shares(store, two):
     folder, _ = mixed(store, MixConfig(sources=("sums",)), **two)
     assert set(sources(folder)) == {"sums"} and sources(folder, "eval") == ["sums"]

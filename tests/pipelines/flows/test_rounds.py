@@ -193,6 +193,25 @@ def test_wrong_pools_are_refused(pairs, error):
         parse(small(**POOL, p={"stage": "select", "type": "pairs", **pairs}), origin="test")
 
 
+def test_the_best_answers_of_three_policies_are_one_table():
+    names = ["first_scored", "base_scored", "second_scored"]
+    best = {"stage": "select", "type": "best_of_n", "rollouts": names}
+    third = {**SFT, "demonstrations": {"best": 1.0, "demonstrations": 1.0}, "sources": ["arithmetic"]}
+    found = nodes(small(**POOL, second=SFT, **answers_of("second"), best=best, third=third))
+    assert list(found["best"].inputs["pool"].values()) == names
+    mix = found["third/demonstrations"]
+    assert list(mix.inputs["tables"].values()) == ["best", "demonstrations"]
+    assert (mix.config.sources, mix.config.shares) == (("arithmetic",), {"best": 1.0, "demonstrations": 1.0})
+
+
+def test_one_source_is_sampled():
+    answers = {"stage": "generate", "policy": "first", "sources": ["support"], "sampling": {"max_tokens": 8}}
+    found = nodes(small(answers=answers))
+    assert found["answers"].inputs == {"policy": "first", "prompts": "answers/prompts"}
+    mix = found["answers/prompts"]
+    assert (mix.config.kind, mix.config.sources) == ("prompts", ("support",))
+
+
 def test_a_preference_optimization_exports_policies_on_its_way():
     tuned = {"stage": "dpo", "policy": "first", "export_every": 2, "loop": {"max_steps": 6}}
     found = nodes(small(apo=tuned, soup={"stage": "merge", "weights": {"apo_2": 1.0, "apo_4": 1.0, "apo": 1.0}}))
@@ -282,6 +301,14 @@ def test_rounds_read_the_round_before_and_all_rounds_so_far():
 def test_the_last_round_has_names_outside():
     found = nodes(small(ROUNDS, after={**SFT, "policy": "llama.policy"}))
     assert "llama.policy" in found["llama/round_3/policy"].names and "after" in found
+
+
+def test_a_member_of_an_ensemble_in_rounds_is_that_of_its_round():
+    model = ROUNDS["steps"]["model"] | {"ensemble": {"members": 2}}
+    terms = {"terms": {"reward": {"type": "reward_model", "model": "model/2"}}}
+    scored = ROUNDS["steps"]["scored"] | {"rewards": terms}
+    found = nodes(small(ROUNDS | {"steps": ROUNDS["steps"] | {"model": model, "scored": scored}}))
+    assert found["llama/round_2/scored"].inputs["reward_models"] == {"model/2": "llama/round_2/model/2"}
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,15 @@
+import json
 import tomllib
+from collections import Counter
 
 import pytest
+from datasets import Dataset, interleave_datasets
 
 from pipelines.flows.profile import PipelineConfig, parse
 from rlhf_contrib.openrlhf.translate import Translation, translate
+from rlhf_core.data.files import make_tables
+from rlhf_core.data.limits import DropReport
+from rlhf_core.types import derive_seed
 
 TRAIN = "--train_batch_size 32 --zero_stage 3 --bf16 --apply_chat_template"
 GENERATE = (
@@ -58,6 +64,26 @@ def test_small_data_sets_of_a_mixture_are_repeated_until_all_are_exhausted(comma
     assert [one.weight for one in data.sources] == [0.9, 0.1]
     assert (data.mixture, data.stopping_strategy) == ("weights", "all_exhausted")
     assert fate(translation, command.split()[0], f"--{flag}_probs") == "translated"
+
+
+def test_an_imported_mixture_has_as_many_prompts_of_each_data_set_as_interleaving_draws(tmp_path):
+    counts, paths = {"a": 4, "b": 60}, []
+    for name, count in counts.items():
+        paths.append(tmp_path / f"{name}.jsonl")
+        paths[-1].write_text("".join(json.dumps({"question": f"{name} {at}?"}) + "\n" for at in range(count)))
+    config, _ = read(
+        "python -m openrlhf.cli.train_ppo_ray --reward_pretrain rm --pretrain base --input_key question "
+        f"--prompt_data {','.join(map(str, paths))} --prompt_data_probs 0.5,0.5"
+    )
+    tables = make_tables(config.prepare_data.data, seed=3, report=DropReport(), folder=tmp_path)[0]
+    theirs = interleave_datasets(  # as in openrlhf/datasets/utils.py, blending_datasets; each table has its own seed
+        [Dataset.from_dict({"source": [name] * count}) for name, count in counts.items()],
+        [0.5, 0.5],
+        seed=derive_seed(3, "prompts"),
+        stopping_strategy="all_exhausted",
+    )
+    assert Counter(row.source for row in tables.prompts) == Counter(theirs["source"])
+    assert len(tables.prompts) > 100, "b has 60 rows and half of the draws"
 
 
 def test_the_best_of_n_are_imitated_by_rejection_sampling():
