@@ -58,7 +58,7 @@ def test_a_profile_is_read_as_before(monkeypatch, profile):
 
 
 FUNCTIONS = {
-    "rlhf_contrib.sandbox.code:code_reward": "8abbec9729298fee",
+    "rlhf_contrib.sandbox.code:code_reward": "04c3c2029e959385",
     "rlhf_contrib.worlds.arithmetic:exact_match": "2f22273ffaba6ad9",
     "rlhf_contrib.worlds.mixed:gold_reward": "f35a719e30c16314",
     "rlhf_contrib.worlds.support:gold_reward": "76f7d3bfe4d48fe3",
@@ -66,8 +66,8 @@ FUNCTIONS = {
     "rlhf_core.rewards.library.instructions:instructions_followed": "222a45e03a6739e0",
     "rlhf_core.rewards.library.instructions:on_topic": "222a45e03a6739e0",
     "rlhf_core.rewards.library.text:exact_match": "cec520f3b672cb19",
-    "rlhf_core.rewards.verifiable:final_line_format": "a6559d49b4eea814",
-    "rlhf_core.rewards.verifiable:final_number": "a6559d49b4eea814",
+    "rlhf_core.rewards.verifiable:final_line_format": "8ce79c227c3ea600",
+    "rlhf_core.rewards.verifiable:final_number": "8ce79c227c3ea600",
 }
 """Reward function of ours -> the first digits of its digest. Keys contain it, docstrings and messages of its module included."""
 FORMER_FUNCTIONS = {

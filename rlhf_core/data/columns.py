@@ -37,7 +37,7 @@ _BEFORE = (
 )
 _AFTER = (
     r"input|(\w+_)?(choices?|options?|endings?)(_?[a-z\d])?|op[a-e]|hypothesis|images?|figures?|audios?|videos?"
-    r"|hints?|(starter_)?code|[a-e]"
+    r"|starter_code|[a-e]"
 )
 _NEEDED = re.compile(rf"(?P<before>{_BEFORE})|{_AFTER}", re.IGNORECASE)
 """Columns without which a prompt is another one; some stand before the question."""

@@ -482,7 +482,7 @@ def test_most_rows_decide_on_the_format_wherever_an_odd_one_is(tmp_path, odd, pl
     [
         *(
             (name, ["question", name])
-            for name in ("choices", "Options", "option A", "A.", "b", "opa", "endings", "hypothesis", "hint", "code")
+            for name in ("choices", "Options", "option A", "A.", "b", "opa", "endings", "hypothesis", "starter_code")
         ),
         *(
             (name, [name, "question"])
