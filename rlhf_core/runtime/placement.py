@@ -189,13 +189,12 @@ def node_of_each(workers: int, cores: Mapping[str, int], *, first: str) -> list[
     return [node for node in sorted(crowd, key=lambda node: (node != first, node)) for _ in range(crowd[node])]
 
 
-def _without_gpus(config: RuntimeConfig) -> Placement:
-    """Places of workers that reserve nothing: on the nodes in proportion to their cores, if there are several."""
-    cores, own = node_cores(), ray.get_runtime_context().get_node_id()
+def without_gpus(config: RuntimeConfig, cores: Mapping[str, int], *, own: str) -> Placement:
+    """Places of workers that reserve nothing: on the nodes in proportion to their `cores`, if others than our `own` have some."""
 
     def places(workers: int) -> tuple[dict[str, Any], ...]:
         idle: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0}
-        if len(cores) < 2 and cores.keys() <= {own}:
+        if cores.keys() <= {own}:
             return (idle,) * workers
         affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
         # Not only there: another node takes the worker of one that is lost.
@@ -217,7 +216,7 @@ def reserve(config: RuntimeConfig, *, fixed: bool = False, over: Callable[[], st
     reason to stop waiting, or ""; a reason raises WorkerLostError.
     """
     if config.gpus_per_train_worker == 0 and config.gpus_per_engine == 0:
-        return _without_gpus(config)
+        return without_gpus(config, node_cores(), own=ray.get_runtime_context().get_node_id())
     made = layout(config)
     there = ray.cluster_resources() if fixed else {}
     if fixed and any(_total(made.bundles, kind) > there.get(kind, 0) for kind in ("GPU", "CPU")):
