@@ -1,4 +1,4 @@
-"""Choose the GPUs of the workers. On CPUs Ray reserves nothing: trainer and sampler use the same cores in turn.
+"""Choose the GPUs of the workers. On CPUs Ray reserves nothing: trainer and sampler use the same cores in turn, of all nodes.
 
 Ray fills one GPU with fractions before it uses the next, so two ranks of half a GPU each would share one. Fractions are
 therefore taken from bundles of a whole GPU, which hold at most one train worker and one engine. Ray has no fractions of
@@ -45,16 +45,17 @@ class Placement:
     def cores_each(self, workers: Sequence[dict[str, Any]], at_once: Sequence[dict[str, Any]]) -> list[int]:
         """For each of the workers, its share of the cores of its node among those there that compute `at_once`.
 
-        On CPUs, where Ray chooses nodes, all share the cores of this one.
+        Without GPUs, all workers of a Ray of one node share the cores of this machine.
         """
-        if self.group is None:
+        if not any("scheduling_strategy" in one for one in at_once):
             return [available_cores() // len(at_once)] * len(workers)
-        cores = {one["NodeID"]: int(one["Resources"].get("CPU", 1)) for one in ray.nodes()}
+        cores = node_cores()
         crowd = Counter(map(self._node, at_once))
         return [cores.get(self._node(one), 1) // crowd[self._node(one)] for one in workers]
 
     def _node(self, options: dict[str, Any]) -> str:
-        return self.nodes[options["scheduling_strategy"].placement_group_bundle_index]
+        strategy = options["scheduling_strategy"]
+        return self.nodes[strategy.placement_group_bundle_index] if self.nodes else strategy.node_id
 
     def lent(self, gpus: Sequence[Sequence[str]], *, parallel: int) -> list[list[str]]:
         """The GPUs of each engine that shares `parallel` of them: those of train workers on its node, `gpus`, as `node:index`.
@@ -166,6 +167,47 @@ def gpu_order(gpus: Sequence[Sequence[str]]) -> list[int]:
     return sorted(range(len(gpus)), key=lambda one: (nodes.index(nodes[one]), len(indices[one]), indices[one]))
 
 
+def node_cores() -> dict[str, int]:
+    """CPUs of each node of Ray that has some; a head may have none."""
+    nodes = {one["NodeID"]: int(one["Resources"].get("CPU", 0)) for one in ray.nodes() if one["Alive"]}
+    return {node: cores for node, cores in nodes.items() if cores}
+
+
+def node_of_each(workers: int, cores: Mapping[str, int], *, first: str) -> list[str]:
+    """The nodes of workers without GPUs: each has as many cores as possible, and those of one node are neighbors.
+
+    The node `first` comes before nodes that are as good.
+
+    >>> node_of_each(4, {"small": 4, "large": 8}, first="small")
+    ['small', 'large', 'large', 'large']
+    >>> node_of_each(3, {"b": 8, "a": 8}, first="b")
+    ['b', 'b', 'a']
+    """
+    crowd: Counter[str] = Counter()
+    for _ in range(workers):
+        crowd[min(cores, key=lambda node: (-cores[node] / (crowd[node] + 1), node != first, node))] += 1
+    return [node for node in sorted(crowd, key=lambda node: (node != first, node)) for _ in range(crowd[node])]
+
+
+def without_gpus(config: RuntimeConfig, cores: Mapping[str, int], *, own: str) -> Placement:
+    """Places of workers that reserve nothing: on the nodes in proportion to their `cores`, if others than our `own` have some."""
+
+    def places(workers: int) -> tuple[dict[str, Any], ...]:
+        idle: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0}
+        if cores.keys() <= {own}:
+            return (idle,) * workers
+        affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+        # Not only there: another node takes the worker of one that is lost.
+        nodes = node_of_each(workers, cores, first=own)
+        return tuple({**idle, "scheduling_strategy": affinity(node, soft=True)} for node in nodes)
+
+    # Train workers and pools compute at once, and the engines in their turn.
+    counts = [config.train_workers, *(pool.workers for pool in config.pools.values())]
+    together = iter(places(sum(counts)))
+    train, *pools = (tuple(itertools.islice(together, count)) for count in counts)
+    return Placement(train, places(config.sampler.needs().engines), None, dict(zip(config.pools, pools, strict=True)))
+
+
 def reserve(config: RuntimeConfig, *, fixed: bool = False, over: Callable[[], str] = lambda: "") -> Placement:
     """Return where the workers run; GPUs are reserved for all of them at once, packed on as few nodes as possible.
 
@@ -173,11 +215,8 @@ def reserve(config: RuntimeConfig, *, fixed: bool = False, over: Callable[[], st
     ConfigError after `placement_timeout_s`, or at once if the cluster is `fixed`, as it will not grow. `over` returns a
     reason to stop waiting, or ""; a reason raises WorkerLostError.
     """
-    engines = config.sampler.needs().engines
     if config.gpus_per_train_worker == 0 and config.gpus_per_engine == 0:
-        idle: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0}
-        pools = {name: (idle,) * pool.workers for name, pool in config.pools.items()}
-        return Placement((idle,) * config.train_workers, (idle,) * engines, group=None, pools=pools)
+        return without_gpus(config, node_cores(), own=ray.get_runtime_context().get_node_id())
     made = layout(config)
     there = ray.cluster_resources() if fixed else {}
     if fixed and any(_total(made.bundles, kind) > there.get(kind, 0) for kind in ("GPU", "CPU")):

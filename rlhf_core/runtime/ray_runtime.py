@@ -252,9 +252,11 @@ class RayRuntime:
         """Connect to Ray and reserve GPUs, unless that was done and is still valid."""
         if self._watch is not None and self._watch.settle():
             self._stop()
-        elif self._placement is not None and self._placement.group is not None and self._any_broken():
-            self._end_workers()  # a lost node takes workers of both kinds with it, and its reservation is void
-            self._train, self._sample, self._placement = {}, None, None
+        elif self._placement is not None and self._any_broken():
+            if self._placement.group is not None:
+                self._end_workers()  # a lost node takes workers of both kinds with it, and its reservation is void
+                self._train, self._sample = {}, None
+            self._placement = None
         patience_s = RECONNECT_TIMEOUT_S if self._connected_before else 0.0
         if self._watch is None:
             self._owns_ray = (connect_again if self._connected_before else connect)(available_cores())

@@ -155,6 +155,25 @@ def test_workers_share_the_cores_of_their_node_with_those_there_that_compute_at_
         ray.util.remove_placement_group(made.group)
 
 
+def test_workers_without_gpus_use_the_cores_of_all_nodes(cluster):
+    """Of 8, 8 and 1: three train workers and a judge are 2 on each large node, and an engine has the cores of one."""
+    import ray
+
+    judges = PoolConfig(workers=1, roles=("reference",))
+    made = reserve(config_of(3, 0, 1, 0, pools={"judges": judges}))
+    together = (*made.train, *made.pools["judges"])
+    assert made.cores_each(made.train, together) + made.cores_each(made.pools["judges"], together) == [4] * 4
+    assert made.cores_each(made.sample, made.sample) == [8]
+
+    @ray.remote
+    def node() -> str:
+        return ray.get_runtime_context().get_node_id()
+
+    found = ray.get([node.options(**one).remote() for one in together], timeout=400)
+    assert found == [one["scheduling_strategy"].node_id for one in together]
+    assert found[0] == found[1] != found[2] == found[3]
+
+
 def test_a_worker_without_gpus_sees_none_on_a_node_that_has_some(cluster):
     """On a Ray that others started, whose nodes have no such setting (0 stands for it here)."""
     import ray

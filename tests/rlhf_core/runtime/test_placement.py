@@ -1,18 +1,31 @@
 import pytest
 
 from rlhf_core.config.runtime import PoolConfig, RuntimeConfig, VllmSamplerConfig
-from rlhf_core.runtime.placement import by_node, gpu_order, layout, reserve
+from rlhf_core.runtime.placement import by_node, gpu_order, layout, reserve, without_gpus
 
 THREE = VllmSamplerConfig(engines=3)
 
 
 def test_on_cpus_nothing_is_reserved_so_that_all_workers_fit_one_machine():
     pools = {"judges": PoolConfig(roles=("reference",))}
-    placement = reserve(RuntimeConfig(train_workers=2, sampler=VllmSamplerConfig(engines=3), pools=pools))
+    config = RuntimeConfig(train_workers=2, sampler=VllmSamplerConfig(engines=3), pools=pools)
+    placement = without_gpus(config, {"here": 8}, own="here")
     assert (placement.of(""), placement.of("judges")) == (placement.train, ({"num_cpus": 0, "num_gpus": 0},))
     assert placement.train == ({"num_cpus": 0, "num_gpus": 0},) * 2
     assert placement.sample == ({"num_cpus": 0, "num_gpus": 0},) * 3
     assert placement.group is None
+
+
+def test_on_cpus_of_several_nodes_workers_are_where_the_cores_are():
+    config = RuntimeConfig(train_workers=3, sampler=VllmSamplerConfig(engines=1))
+    placement = without_gpus(config, {"here": 4, "there": 8}, own="here")
+    assert [one["scheduling_strategy"].node_id for one in placement.train] == ["here", "there", "there"]
+    assert [one["scheduling_strategy"].node_id for one in placement.sample] == ["there"]
+    assert all(one["scheduling_strategy"].soft for one in placement.train), (
+        "another node takes the worker of a lost one"
+    )
+    alone = without_gpus(config, {"there": 8}, own="here")  # a head without cores computes nothing
+    assert {one["scheduling_strategy"].node_id for one in (*alone.train, *alone.sample)} == {"there"}
 
 
 WHOLE, PAIR, ALONE = {"CPU": 1, "GPU": 1}, {"CPU": 2, "GPU": 1}, {"CPU": 1}
