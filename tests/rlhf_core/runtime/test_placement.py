@@ -1,7 +1,7 @@
 import pytest
 
 from rlhf_core.config.runtime import PoolConfig, RuntimeConfig, VllmSamplerConfig
-from rlhf_core.runtime.placement import by_node, gpu_order, layout, reserve, without_gpus
+from rlhf_core.runtime.placement import by_node, gpu_order, layout, without_gpus
 
 THREE = VllmSamplerConfig(engines=3)
 
@@ -16,16 +16,19 @@ def test_on_cpus_nothing_is_reserved_so_that_all_workers_fit_one_machine():
     assert placement.group is None
 
 
+HERE, THERE = "1" * 56, "2" * 56
+
+
 def test_on_cpus_of_several_nodes_workers_are_where_the_cores_are():
     config = RuntimeConfig(train_workers=3, sampler=VllmSamplerConfig(engines=1))
-    placement = without_gpus(config, {"here": 4, "there": 8}, own="here")
-    assert [one["scheduling_strategy"].node_id for one in placement.train] == ["here", "there", "there"]
-    assert [one["scheduling_strategy"].node_id for one in placement.sample] == ["there"]
+    placement = without_gpus(config, {HERE: 4, THERE: 8}, own=HERE)
+    assert [one["scheduling_strategy"].node_id for one in placement.train] == [HERE, THERE, THERE]
+    assert [one["scheduling_strategy"].node_id for one in placement.sample] == [THERE]
     assert all(one["scheduling_strategy"].soft for one in placement.train), (
         "another node takes the worker of a lost one"
     )
-    alone = without_gpus(config, {"there": 8}, own="here")  # a head without cores computes nothing
-    assert {one["scheduling_strategy"].node_id for one in (*alone.train, *alone.sample)} == {"there"}
+    alone = without_gpus(config, {THERE: 8}, own=HERE)  # a head without cores computes nothing
+    assert {one["scheduling_strategy"].node_id for one in (*alone.train, *alone.sample)} == {THERE}
 
 
 WHOLE, PAIR, ALONE = {"CPU": 1, "GPU": 1}, {"CPU": 2, "GPU": 1}, {"CPU": 1}
