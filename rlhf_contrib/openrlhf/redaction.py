@@ -66,8 +66,11 @@ class ScriptSecrets:
 
     def hide(self, texts: Iterable[str], spend: Callable[[int], None]) -> list[str]:
         """The texts without secrets; `spend` gets the work."""
-        made = [self.hidden(text) for text in texts]
-        spend(len(self._values) * sum(len(text) // 20 + 1 for text in made))
+        return [self.without_values(self.hidden(text), spend) for text in texts]
+
+    def without_values(self, text: str, spend: Callable[[int], None]) -> str:
+        """`text` without the secrets of this script, whatever names them; `spend` gets the work."""
+        spend(len(self._values) * (len(text) // 20 + 1))
         for value in sorted(self._values, key=len, reverse=True):
-            made = [text.replace(value, HIDDEN) for text in made]
-        return made
+            text = text.replace(value, HIDDEN)
+        return text

@@ -7,9 +7,10 @@ their own, which belong to the command before a forgotten backslash or before a 
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import NamedTuple
 
 from rlhf_contrib.openrlhf.expansion import COMMANDS, Values, double_test, released, test
@@ -49,6 +50,8 @@ class Script(NamedTuple):
     commands: list[Command]
     variables: dict[str, str]
     notes: list[str]
+    hidden: Callable[[str], str]
+    """Returns a text without the secrets of the script."""
 
 
 def read_commands(text: str) -> Script:
@@ -78,7 +81,8 @@ def read_commands(text: str) -> Script:
     values = {name: released(" ".join(words)) for name, words in shell.values.variables.items()}
     texts = [*(" ".join(one.words) for one in commands), *map("=".join, values.items())]
     shell.secrets.read("\n".join(texts))
-    return Script(commands, values, shell.secrets.hide(shell.relevant_notes(), shell.values.spend))
+    notes = shell.secrets.hide(shell.relevant_notes(), shell.values.spend)
+    return Script(commands, values, notes, partial(shell.secrets.without_values, spend=shell.values.spend))
 
 
 class _Shell:

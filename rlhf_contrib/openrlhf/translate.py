@@ -3,7 +3,7 @@
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console, RenderableType
@@ -17,7 +17,7 @@ from rlhf_contrib.openrlhf.flags import COMMANDS, IGNORED, MISSING, OTHER_COMMAN
 from rlhf_contrib.openrlhf.offline_rules import distillation, dpo, kto, process_reward_model, reward_model, sft
 from rlhf_contrib.openrlhf.policy_rules import trackers
 from rlhf_contrib.openrlhf.rollout_rules import combine, generate, ppo, score, sections, serve
-from rlhf_contrib.openrlhf.shell import read_commands
+from rlhf_contrib.openrlhf.shell import Script, read_commands
 from rlhf_core.errors import ConfigError
 
 # ---------------------------------------------------------------- toml
@@ -100,9 +100,20 @@ def translate(script: str, *, name: str, template_file: str, lenient: bool = Fal
     """Return the profile of a script and the outcome of each of its flags.
 
     Raises ConfigError for a script without a command that is translated, an unknown flag (unless `lenient`), and
-    settings that no profile may have.
+    settings that no profile may have. Errors, outcomes and notes show no secret of the script.
     """
-    commands, variables, notes = read_commands(script)
+    read = read_commands(script)
+    hidden = read.hidden
+    try:
+        made = _translated(read, name=name, template_file=template_file, lenient=lenient)
+    except ConfigError as error:
+        raise ConfigError(hidden(str(error))) from None
+    outcomes = [replace(one, text=hidden(one.text), what=[*map(hidden, one.what)]) for one in made.outcomes]
+    return replace(made, outcomes=tuple(outcomes), notes=tuple(map(hidden, made.notes)))
+
+
+def _translated(script: Script, *, name: str, template_file: str, lenient: bool) -> Translation:
+    commands, variables, notes, _ = script
     draft = Draft(template_file=template_file, notes=notes)
     for command in commands:
         if command.module not in COMMANDS:

@@ -35,6 +35,9 @@ SCRIPTS = {
     "escaped quotes": f'ray job submit --runtime-env-json="{{\\"env_vars\\": {{\\"HF_TOKEN\\": \\"{KEY}\\"}}}}" -- {CALL}',
     "the environment of a command": f"env WANDB_API_KEY={KEY} {CALL}\n[ -f x ] && A={KEY}\n{CALL} ${{A:+--seed 1}}",
     "a flag that OpenRLHF has not": f"{CALL} --wandb_api_key {KEY}",
+    "another flag": f"export HF_TOKEN={KEY}\n{CALL} --save_path out/$HF_TOKEN",
+    "an error about another flag": f"HF_TOKEN={KEY}\n{CALL} --max_epochs $HF_TOKEN",
+    "another flag that OpenRLHF has not": f"HF_TOKEN={KEY}\n{CALL} --note $HF_TOKEN",
 }
 
 

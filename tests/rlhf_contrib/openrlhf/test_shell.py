@@ -191,7 +191,7 @@ def test_a_heredoc_fills_a_variable_that_is_the_command():
 
 
 def test_what_is_printed_is_not_run():
-    commands, variables, _ = read_commands(
+    commands, variables, *_ = read_commands(
         f'N=5\njob="openrlhf.cli.train_sft --a 1"\necho $job\npython -m $job\n# {CALL}'
     )
     assert [command.words for command in commands] == [("--a", "1")]
