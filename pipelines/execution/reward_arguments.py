@@ -19,7 +19,7 @@ from rlhf_core.user_code.signatures import parameters_of
 from stages.config.prepare_data import PrepareDataConfig
 
 FIRST_ROWS = 200
-"""Rows of each source in which fields of labels are looked for."""
+"""Rows of each source in which fields of labels are looked for first; all others are read before a function is refused."""
 OTHER_PROMPTS = ("suite_prompts", "synthesize", "mix")
 """Stages that make prompts whose labels are not known before they have run."""
 
@@ -43,10 +43,13 @@ def _check_function(term: FunctionReward, path: str, specs: Sequence[StageSpec])
     try:
         check_arguments(parameters, term.arguments, term.protocol, fields=())
     except ConfigError:  # then only the rows can tell, which takes longer
-        try:
-            check_arguments(parameters, term.arguments, term.protocol, fields=_fields(specs))
-        except ConfigError as error:
-            raise ConfigError(f"{path}.{error}") from None
+        for rows in (FIRST_ROWS, None):
+            try:
+                check_arguments(parameters, term.arguments, term.protocol, fields=_fields(specs, rows))
+                return
+            except ConfigError as error:
+                missing = error
+        raise ConfigError(f"{path}.{missing}") from None
 
 
 def _check_quantizer(key: str, value: str) -> None:
@@ -69,8 +72,8 @@ def _parts(value: Any, path: str) -> Iterator[tuple[str, BaseModel]]:
             yield from _parts(one, path)
 
 
-def _fields(specs: Sequence[StageSpec]) -> Collection[str] | None:
-    """Fields that labels may have, from the first rows of all sources; None if they are not known."""
+def _fields(specs: Sequence[StageSpec], rows: int | None) -> Collection[str] | None:
+    """Fields that labels may have, from the first `rows` of all sources, or all; None if they are not known."""
     from rlhf_core.data.sources import read  # imports pyarrow
 
     found = set[str]()
@@ -83,10 +86,18 @@ def _fields(specs: Sequence[StageSpec]) -> Collection[str] | None:
         for source in one.sources:
             if source.revision:  # a dataset of the Hub
                 return None
-            for record in itertools.islice(read(source), FIRST_ROWS):
+            for record in itertools.islice(read(source), rows):
                 row = getattr(record, "row", None) or {}
                 for cell in row.values():
-                    found |= set(
-                        label_fields(cell) if isinstance(cell, str) else cell if isinstance(cell, dict) else ()
-                    )
+                    found.update(_names_in(cell))
     return found
+
+
+def _names_in(cell: Any) -> Iterator[str]:
+    """Fields of a cell; a label may lie within another object, such as `reward_model.ground_truth`."""
+    if isinstance(cell, str):
+        yield from label_fields(cell)
+    elif isinstance(cell, dict):
+        yield from cell
+        for one in cell.values():
+            yield from _names_in(one)

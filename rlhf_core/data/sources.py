@@ -317,8 +317,10 @@ def _with_names(rows: Iterable[Any], features: Mapping[str, Any], source: Source
     judged = source.label_coding == "verdict" or source.format == "unpaired_preference"
     if judged and not {*map(spelling, names)} <= WORTHS.keys():
         key, rule = f"data.sources[{source.name}].columns.label", f"its classes {names} do not say which one is good"
-        line = f'dataset = dataset.cast_column("{label}", ClassLabel(names=["undesirable", "desirable"]))'
-        raise DataError(explain(key, label, rule, f"name them, in their order, and save the data again: {line}"))
+        each = ", ".join(f"<{one}>" for one in names)
+        line = f'dataset = dataset.cast_column("{label}", ClassLabel(names=[{each}]))'
+        remedy = f'save the data again with "desirable" or "undesirable" in the place of each class: {line}'
+        raise DataError(explain(key, label, rule, remedy))
     for row in rows:
         if classes and isinstance(row, dict):
             try:

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from pipelines.execution.plan import PlannedStage, plan
+from pipelines.execution.reward_arguments import FIRST_ROWS
 from pipelines.flows.profile import load_profile
 from rlhf_core.errors import ConfigError
 from rlhf_core.store.artifacts import ArtifactStore
@@ -56,16 +57,24 @@ def test_a_function_is_refused_for_an_argument_that_it_does_not_take_or_paramete
         planned(tmp_path, "fits_nothing")
 
 
-@pytest.mark.parametrize("label", [json.dumps({"difficulty": 3}), {"difficulty": 3}, "3"])
-def test_a_field_of_the_labels_is_an_argument(tmp_path, label):
-    rows = "".join(
-        json.dumps({"prompt": f"{at} + 1?", "completion": f"{at + 1}", "label": label}) + "\n" for at in range(20)
-    )
-    (tmp_path / "rows.jsonl").write_text(rows)
+FIELD = {"difficulty": 3}
+LABELS = {
+    "text": [{"label": json.dumps(FIELD)}] * 20,
+    "an object": [{"label": FIELD}] * 20,
+    "an object in another": [{"reward_model": {"style": "rule", "ground_truth": FIELD}}] * 20,
+    "late rows": [{"label": "3"}] * (FIRST_ROWS + 1) + [{"label": FIELD}],
+    "no row": [{"label": "3"}] * 20,
+}
+
+
+@pytest.mark.parametrize("kind", LABELS)
+def test_a_field_of_the_labels_is_an_argument(tmp_path, kind):
+    rows = [{"prompt": f"{at} + 1?", "completion": f"{at + 1}"} | label for at, label in enumerate(LABELS[kind])]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     use = "{demonstrations = 0.5, prompts = 0.3, eval_prompts = 0.2}"
     source = f'{{name = "rows", path = "{tmp_path}/rows.jsonl", use = {use}}}'
     data = f'prepare_data.data = {{type = "files", sources = [{source}]}}'
-    if label != "3":
+    if kind != "no row":
         planned(tmp_path, "needs_difficulty", data)
         return
     with pytest.raises(ConfigError, match="nothing gives its parameter 'difficulty'"):

@@ -177,8 +177,11 @@ class Changed(SftObjective):
 
 
 def test_a_line_that_waits_changes_the_number_of_waits_of_a_micro_batch(samples, policy_folder):
+    model = loaded(
+        policy_folder, "sft"
+    )  # not on the made-up GPU, where weights that are read later may be NaN until then
     with made_up_device() as device:
-        trainer = opened(loaded(policy_folder, "sft"), "float32", CUDA)
+        trainer = opened(model, "float32", CUDA)
         device.staged_bytes = 0
 
         def waits(*lines: Callable[[torch.Tensor], object]) -> tuple[int, list[int]]:
