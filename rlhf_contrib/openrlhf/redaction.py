@@ -35,7 +35,7 @@ class ScriptSecrets:
 
     def __init__(self, text: str) -> None:
         self._names: set[str] = set()
-        self._values: set[str] = set()
+        self._values: list[str] = []
         self.read(text)
 
     def read(self, text: str) -> None:
@@ -43,13 +43,14 @@ class ScriptSecrets:
         given: dict[str, list[str]] = {}
         for name, _, _, value in _GIVEN.findall(text):
             given.setdefault(name, []).append(value)
-        names = [*filter(self.holds, given)]
+        names, values = [*filter(self.holds, given)], {*self._values}
         while names:
             name = names.pop()
             self._names.add(name)
             for value in given.pop(name, ()):
                 names += _VARIABLE.findall(value)
-                self._values.update(one for one in _VARIABLE.sub(" ", value).split() if not _NO_KEY.fullmatch(one))
+                values.update(one for one in _VARIABLE.sub(" ", value).split() if not _NO_KEY.fullmatch(one))
+        self._values = sorted(values, key=len, reverse=True)  # the longest first: it may contain others
 
     def holds(self, name: str) -> bool:
         """True for a flag, variable or element of an array that holds a secret."""
@@ -71,6 +72,6 @@ class ScriptSecrets:
     def without_values(self, text: str, spend: Callable[[int], None]) -> str:
         """`text` without the secrets of this script, whatever names them; `spend` gets the work."""
         spend(len(self._values) * (len(text) // 20 + 1))
-        for value in sorted(self._values, key=len, reverse=True):
+        for value in self._values:
             text = text.replace(value, HIDDEN)
         return text

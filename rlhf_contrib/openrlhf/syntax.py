@@ -92,12 +92,8 @@ class Scanner:
             self._until("'")
         elif char == '"':
             self._double_quoted()
-        elif char in "$`":
-            self.dollar(quoted=False)
-        elif found := _PLAIN.match(self.text, self.at):
-            self.at = found.end()
         else:
-            self.at += 2 if char == "\\" else 1
+            self._unquoted_piece(_PLAIN, quoted=False)
 
     def _double_quoted(self) -> None:
         start, self.at = self.at, self.at + 1
@@ -110,10 +106,14 @@ class Scanner:
 
     def quoted_piece(self) -> None:
         """Consume an escape, an expansion, a run of plain characters or one other character inside double quotes."""
+        self._unquoted_piece(_PLAIN_IN_QUOTES, quoted=True)
+
+    def _unquoted_piece(self, plain: re.Pattern[str], *, quoted: bool) -> None:
+        """Consume what is read alike inside and outside of double quotes, but for the characters that are `plain` there."""
         char = self.text[self.at]
         if char in "$`":
-            self.dollar(quoted=True)
-        elif found := _PLAIN_IN_QUOTES.match(self.text, self.at):
+            self.dollar(quoted=quoted)
+        elif found := plain.match(self.text, self.at):
             self.at = found.end()
         else:
             self.at += 2 if char == "\\" else 1

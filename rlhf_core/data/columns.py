@@ -137,7 +137,7 @@ class Reading(Mapping[str, Any]):
 
 def refuse_left_out(unread: Sequence[str], row: Mapping[str, Any]) -> None:
     """Raise DataError if a column without which the prompt is another one was not read."""
-    found = {name: match for name in unread if (match := _NEEDED.fullmatch(_plain(name)))}
+    found = {name: match for name in unread if (match := _needed(name))}
     if not found:
         return
     order = sorted(found, key=lambda name: not found[name]["before"])
@@ -151,9 +151,13 @@ def refuse_left_out(unread: Sequence[str], row: Mapping[str, Any]) -> None:
     )
 
 
-def _plain(name: str) -> str:
-    """The last part of a column's name, as a word: `Option_A` for `Option A.`"""
-    return re.sub(r"\W+", "_", name.rstrip(".").rpartition(".")[2]).strip("_")
+@lru_cache
+def _needed(name: str) -> re.Match[str] | None:
+    """The match of a column without which a prompt is another one; kept, since each row has the same columns.
+
+    The last part of the name counts, as a word: `Option_A` for `Option A.`
+    """
+    return _NEEDED.fullmatch(re.sub(r"\W+", "_", name.rstrip(".").rpartition(".")[2]).strip("_"))
 
 
 def prompt_name(row: Mapping[str, Any]) -> str:
