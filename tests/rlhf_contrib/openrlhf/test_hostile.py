@@ -4,10 +4,12 @@ Every effect of a Python process on its surroundings (files, processes, signals,
 is recorded here: https://docs.python.org/3/library/audit_events.html
 """
 
+import gc
 import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,12 +26,13 @@ CALL = "deepspeed --module openrlhf.cli.train_sft --pretrain m --dataset d.jsonl
 HARMLESS = {"builtins.id", "compile", "object.__getattr__", "sys._getframe"}
 """Events of arithmetic, which is parsed by Python's parser and evaluated node by node, and of attributes."""
 
-recording: list[set[str]] = []
+recording: list[tuple[set[int | None], set[str]]] = []
+"""Threads that do not count, and the events of all others."""
 
 
 def record(event: str, _: tuple[Any, ...]) -> None:
-    if recording:
-        recording[-1].add(event)
+    if recording and threading.get_ident() not in recording[-1][0]:
+        recording[-1][1].add(event)
 
 
 sys.addaudithook(record)
@@ -37,12 +40,16 @@ sys.addaudithook(record)
 
 @contextmanager
 def effects() -> Iterator[set[str]]:
-    """The kinds of effects inside the block."""
-    recording.append(set())
+    """The kinds of effects inside the block, without those of threads and garbage that other tests have left."""
+    gc.collect()
+    gc.disable()
+    others = {one.ident for one in threading.enumerate()} - {threading.get_ident()}
+    recording.append((others, set()))
     try:
-        yield recording[-1]
+        yield recording[-1][1]
     finally:
         recording.pop()
+        gc.enable()
 
 
 SCRIPTS = {
@@ -83,7 +90,10 @@ def test_an_effect_would_be_seen(tmp_path):
         (tmp_path / "made").touch()
         os.kill(os.getpid(), 0)
         socket.socket().close()
-    assert {"subprocess.Popen", "open", "os.kill", "socket.__new__"} <= found
+        thread = threading.Thread(target=os.listdir)
+        thread.start()
+        thread.join()
+    assert {"subprocess.Popen", "open", "os.kill", "socket.__new__", "os.listdir"} <= found
 
 
 LOOPS, ENDS = "for i in {1..1000}; do for j in {1..1000}; do ", "; done; done\n"
