@@ -140,7 +140,7 @@ SOURCES = {
     SUPPORT: "https://github.com/OpenRLHF/OpenRLHF/blob/76d9b65a/README.md (support matrix)",
     DGX: "https://github.com/OpenRLHF/OpenRLHF/blob/b20685bc/README.md (news of 2023/10/2)",
     TITAN: "https://github.com/pytorch/torchtitan/blob/31a17bfd/benchmarks/llama3_h100_202412_torchtitan.md",
-    TITAN_A100: "https://github.com/pytorch/torchtitan/blob/04133643/docs/performance.md",
+    TITAN_A100: "https://github.com/pytorch/torchtitan/blob/04133643/docs/performance.md and train_configs (norm_type)",
     TITAN_405B: "https://github.com/pytorch/torchtitan/blob/main/docs/performance.md (section Llama 3.1)",
     PRIME: "https://github.com/PrimeIntellect-ai/prime-rl/tree/559b4477/benchmarks/baselines",
 }
@@ -309,11 +309,11 @@ PUBLISHED = (
     Publication(*(TITAN_A100, "Llama 3 70B", "sft", "a100", 64, True, 24.7), rows=64, length=8192),
     Publication(
         *(TITAN_A100, "Llama 2 13B", "sft", "a100", 64, True, 3.79),
-        note="no checkpointing",
+        note="no checkpointing, and its fused norms, which Liger's stand for",
         rows=128,
         length=4096,
         micro_batch=2,
-        trainer=WHOLE,
+        trainer=WHOLE | {"liger": True},
     ),
     Publication(
         *(TITAN_A100, "Llama 2 70B", "sft", "a100", 64, False),

@@ -227,13 +227,16 @@ def activations(role: Role, config: TrainerConfig, *, backward: bool = True) -> 
 
     A token takes in a layer of width h, with q the width of queries, k of keys and m of the MLP: two norms with a float32
     copy of their input, its normalized value (unless only adapters are trained) and their output; queries, keys, values and
-    the attention's output (twice); the four matrices of a gated MLP. Gradient checkpointing keeps the input of each layer,
-    and makes one anew at a time.
+    the attention's output (twice); the four matrices of a gated MLP. Liger's norms keep their input and output alone, and
+    its MLP computes the activated matrix again. Gradient checkpointing keeps the input of each layer, and makes one anew at
+    a time.
     """
     shape, size = role.shape, 2 if config.dtype == "bfloat16" else 4
-    norms = 2 * shape.hidden * (4 + (1 if role.lora else 2) * size)
+    norm = 2 * size if config.liger else 4 + (1 if role.lora else 2) * size
+    norms = 2 * shape.hidden * norm
+    matrices = 3 if config.liger else 4
     attention = size * (3 * shape.query_width + 2 * shape.key_width)
-    layer = float(role.tokens * (norms + attention + size * 4 * shape.intermediate))
+    layer = float(role.tokens * (norms + attention + size * matrices * shape.intermediate))
     row = float(role.tokens * shape.hidden * size)
     logit_tokens = role.vocabulary_tokens or role.tokens
     chunk = min(LOGPROB_ELEMENTS, logit_tokens * shape.vocabulary) if role.logits else 0

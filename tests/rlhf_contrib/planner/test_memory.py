@@ -62,6 +62,9 @@ def test_activations_by_hand():
     layer = 1000 * (2 * 4096 * 8 + 2 * (3 * 4096 + 2 * 1024) + 2 * 4 * 14336)
     whole = TrainerConfig(dtype="bfloat16")
     assert activations(role, whole) == {"activations": 36 * layer}
+    # Liger keeps the input and output of a norm, and three matrices of the MLP
+    less = 1000 * (2 * 4096 * 4 + 2 * (3 * 4096 + 2 * 1024) + 2 * 3 * 14336)
+    assert activations(role, whole.model_copy(update={"liger": True})) == {"activations": 36 * less}
     again = activations(role, whole.model_copy(update={"gradient_checkpointing": True}))
     assert again == {"inputs of layers": 36 * 1000 * 4096 * 2, "one layer": layer + 1000 * 6 * 14336}
     # 2^25 logits at most: three float32 matrices and one in bfloat16
