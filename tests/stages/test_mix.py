@@ -20,10 +20,10 @@ from rlhf_core.data.tables import (
 from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import ArtifactRef, DemonstrationsRef, Message, PolicyRef, Prompt, PromptsRef
-from stages.config.generate import GenerateConfig
-from stages.config.mix import MixConfig
-from stages.config.score import ScoreConfig
-from stages.config.select import Pairs
+from stages.generate import GenerateConfig
+from stages.mix import MixConfig
+from stages.score import ScoreConfig
+from stages.select import Pairs
 from tests.support.workshop import Workshop
 
 
@@ -105,7 +105,7 @@ def test_a_mix_that_is_killed_after_its_rows_ends_with_the_same_bytes(store, two
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("stages.mix.write_json", killed)
+        patch.setattr("stages.mix.run.write_json", killed)
         mixed(store, config, **two)
     other = ArtifactStore(tmp_path / "undisturbed")
     same = {name: other.external(DemonstrationsRef, tmp_path / name) for name in two}
