@@ -1,6 +1,6 @@
 """CPU time and memory of a PPO step in the driver, per sampled token, part by part.
 
-The step is walked as `stages/ppo.py` walks it, over workers of a real Ray whose models are noise: answers of unequal
+The step is walked as `stages/ppo/run.py` walks it, over workers of a real Ray whose models are noise: answers of unequal
 lengths, the log of rollouts, the sequences to measure and their log-probs and values, advantages (gae, KL in the reward),
 and one update of policy and value model.
 
@@ -202,7 +202,7 @@ def _here(function: Any, *arguments: Any, **keywords: Any) -> Any:
 
 
 def step(folder: Path, sampler: Any, trainer: Any, apart: Any, answers: int, tokens: int, measured: str) -> Clock:
-    """Make a step as `stages/ppo.py` does, with its log in `folder`; return the clock with the figures of its parts."""
+    """Make a step as `stages/ppo/run.py` does, with its log in `folder`; return the clock with the figures of its parts."""
     import numpy as np
 
     from rlhf_core.config.engines import SamplingConfig

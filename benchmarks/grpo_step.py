@@ -138,7 +138,7 @@ def work(job: dict[str, Any], turn: Turn) -> None:
 
 
 def grpo_step(job: dict[str, Any]) -> Callable[[], dict[str, float]]:
-    """Return a step of what `stages.ppo` does between two checkpoints, with engines in this process."""
+    """Return a step of what `stages.ppo.run` does between two checkpoints, with engines in this process."""
     config = TrainerConfig(engine="torch", dtype=precision(job), micro_batch=job["micro_batch"])
     spec = ModelSpec(job["model"], "lm", None, 17)
     policy = LocalTrainer(spec, OptimizerConfig(), config)

@@ -45,8 +45,12 @@ from rlhf_core.types import (
     PromptsRef,
     RewardModelRef,
 )
-from stages import table
-from stages.config.distill import DivergenceConfig
+from stages.distill import DivergenceConfig, distill
+from stages.dpo import dpo
+from stages.ppo import ppo
+from stages.prepare_data import prepare_data
+from stages.reward_model import reward_model
+from stages.sft import sft
 
 PASSED: Mapping[str, Any] = {"terms": {"passed": {"type": "function", "function": "benchmarks.method_rows:passed"}}}
 """A verifiable reward, for estimators that need 0 or 1."""
@@ -175,24 +179,24 @@ def methods(config: PipelineConfig, steps: int) -> dict[str, Method]:
     assert config.rejection_sampling is not None
     own = config.rejection_sampling
     conditional = load_profile("tiny/conditional").conditional_sft
-    distill = load_profile("tiny/distill").distill
+    taught = load_profile("tiny/distill").distill
     assert conditional is not None
-    assert distill is not None
+    assert taught is not None
     conditional = conditional.model_copy(update={"generate": own.generate, "score": own.score})
     offline = {"kl_weight": 1.0, "on_policy": False}
     online = {"kl_weight": 1.0, "on_policy": True, "sampling": own.generate.sampling, "eval_fraction": 0.05}
     two = {"teachers": {"rejection_sampling": 2.0, "sft": 1.0}}
-    across = {"divergence": DivergenceConfig(kind="uld_text", top_k=distill.divergence.top_k)}
-    slower = distill.optimizer.model_copy(update={"learning_rate": 5e-4})
+    across = {"divergence": DivergenceConfig(kind="uld_text", top_k=taught.divergence.top_k)}
+    slower = taught.optimizer.model_copy(update={"learning_rate": 5e-4})
     made: dict[str, Method] = {
         "sft/nll": imitating("nll"),
         "sft/dft": imitating("dft"),
         "sft/best of 8": best_of_own,
         "sft/conditional": conditioning(conditional),
-        "distill/forward": distilling(distill.model_copy(update=offline)),
-        "distill/two teachers": distilling(distill.model_copy(update=offline | two)),
-        "distill/cross-tokenizer": distilling_across(distill.model_copy(update=across)),
-        "distill/own answers": distilling(distill.model_copy(update=online | {"optimizer": slower})),
+        "distill/forward": distilling(taught.model_copy(update=offline)),
+        "distill/two teachers": distilling(taught.model_copy(update=offline | two)),
+        "distill/cross-tokenizer": distilling_across(taught.model_copy(update=across)),
+        "distill/own answers": distilling(taught.model_copy(update=online | {"optimizer": slower})),
     }
     made |= {f"dpo/{name}": preferring(section) for name, section in preference_sections(config).items()}
     made |= {f"ppo/{name}": optimizing(section) for name, section in policy_sections(config, steps).items()}
@@ -227,7 +231,7 @@ def imitating(loss: str) -> Method:
     def learn(config: PipelineConfig, stages: Stages, start: Start) -> Learned:
         assert config.sft is not None
         section = config.sft.model_copy(update={"loss": loss})
-        return Learned(stages.run(table.sft, "sft", section, policy=start.base, demonstrations=start.demonstrations))
+        return Learned(stages.run(sft, "sft", section, policy=start.base, demonstrations=start.demonstrations))
 
     return learn
 
@@ -276,7 +280,7 @@ def distilling(section: DistillationConfig) -> Method:
         if section.on_policy:
             return Learned(
                 stages.run(
-                    table.distill,
+                    distill,
                     "distill",
                     section,
                     policy=start.policy,
@@ -288,7 +292,7 @@ def distilling(section: DistillationConfig) -> Method:
         data = start.demonstrations
         return Learned(
             stages.run(
-                table.distill,
+                distill,
                 "distill",
                 section,
                 policy=start.base,
@@ -311,12 +315,10 @@ def distilling_across(section: DistillationConfig) -> Method:
             update={"vocab_size": config.prepare_data.model.vocab_size * 3 // 4}
         )
         other = config.prepare_data.model_copy(update={"model": smaller})
-        base = part(stages.run(table.prepare_data, "other/prepare_data", other), "base", PolicyRef)
+        base = part(stages.run(prepare_data, "other/prepare_data", other), "base", PolicyRef)
         data = start.demonstrations
-        teacher = stages.run(table.sft, "other/sft", config.sft, policy=base, demonstrations=data)
-        return Learned(
-            stages.run(table.distill, "distill", section, policy=start.base, teacher=teacher, demonstrations=data)
-        )
+        teacher = stages.run(sft, "other/sft", config.sft, policy=base, demonstrations=data)
+        return Learned(stages.run(distill, "distill", section, policy=start.base, teacher=teacher, demonstrations=data))
 
     return learn
 
@@ -326,9 +328,7 @@ def preferring(section: OfflineDPOConfig) -> Method:
 
     def learn(config: PipelineConfig, stages: Stages, start: Start) -> Learned:
         return Learned(
-            stages.run(
-                table.dpo, "dpo", section, policy=start.policy, reference=start.policy, preferences=start.preferences
-            )
+            stages.run(dpo, "dpo", section, policy=start.policy, reference=start.policy, preferences=start.preferences)
         )
 
     return learn
@@ -340,7 +340,7 @@ def optimizing(section: PPOConfig) -> Method:
     def learn(config: PipelineConfig, stages: Stages, start: Start) -> Learned:
         return Learned(
             stages.run(
-                table.ppo,
+                ppo,
                 "ppo",
                 section,
                 policy=start.policy,
@@ -362,12 +362,12 @@ def make_start(bench: Bench) -> Start:
     config, stages = bench.config, bench.stages("start")
     assert config.sft is not None
     assert config.reward_model is not None
-    data = stages.run(table.prepare_data, "prepare_data", config.prepare_data)
+    data = stages.run(prepare_data, "prepare_data", config.prepare_data)
     demonstrations = part(data, "demonstrations", DemonstrationsRef)
     preferences = part(data, "preferences", PreferencesRef)
     base = part(data, "base", PolicyRef)
-    policy = stages.run(table.sft, "sft", config.sft, policy=base, demonstrations=demonstrations)
-    model = stages.run(table.reward_model, "reward_model", config.reward_model, policy=policy, preferences=preferences)
+    policy = stages.run(sft, "sft", config.sft, policy=base, demonstrations=demonstrations)
+    model = stages.run(reward_model, "reward_model", config.reward_model, policy=policy, preferences=preferences)
     return Start(
         base=base,
         policy=policy,

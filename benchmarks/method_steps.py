@@ -12,7 +12,11 @@ from pipelines.flows.nodes import Names, Node, expand, part
 from rlhf_contrib.worlds.arithmetic import exact_match
 from rlhf_core.data.shards import read_rollouts
 from rlhf_core.types import DemonstrationsRef, PolicyRef, PreparedDataRef, PromptsRef, RewardModelRef, StepsRef
-from stages import table
+from stages.generate import generate
+from stages.prepare_data import prepare_data
+from stages.process_reward_model import process_reward_model
+from stages.score import score
+from stages.sft import sft
 
 BEST_OF = 8
 STEPPED = (
@@ -37,31 +41,31 @@ def judge_of_steps(bench: Bench, seed: int) -> dict[str, float]:
     assert config.rejection_sampling is not None
     assert config.evaluate is not None
     first, stages = bench.stages("start"), bench.stages("prm", seed)
-    data: PreparedDataRef = first.run(table.prepare_data, "prepare_data", config.prepare_data)
+    data: PreparedDataRef = first.run(prepare_data, "prepare_data", config.prepare_data)
     demonstrations, prompts = part(data, "demonstrations", DemonstrationsRef), part(data, "prompts", PromptsRef)
     held_out = part(data, "eval_prompts", PromptsRef)
-    sft = first.run(table.sft, "sft", config.sft, policy=part(data, "base", PolicyRef), demonstrations=demonstrations)
+    tuned = first.run(sft, "sft", config.sft, policy=part(data, "base", PolicyRef), demonstrations=demonstrations)
     model = stages.run(
-        table.process_reward_model,
+        process_reward_model,
         "process_reward_model",
         config.process_reward_model,
-        policy=sft,
+        policy=tuned,
         steps=part(data, "steps", StepsRef),
     )
     models: dict[str, RewardModelRef] = {"process_reward_model": model}
     own = config.rejection_sampling
     inputs: dict[str, Names] = {"policy": "sft", "prompts": "prompts", "reward_models": {name: name for name in models}}
     group = Node("rejection_sampling", "rejection_sampling", own, inputs)
-    made = run_nodes(expand(group), stages, {"sft": sft, "prompts": prompts, **models})
+    made = run_nodes(expand(group), stages, {"sft": tuned, "prompts": prompts, **models})
     imitator = artifact("rejection_sampling", PolicyRef, made)
     many = config.evaluate.generate.model_copy(update={"samples_per_prompt": BEST_OF})
 
     def answers(label: str, policy: PolicyRef) -> list[list[tuple[float, float]]]:
-        generations = stages.run(table.generate, f"{label}/generate", many, policy=policy, prompts=held_out)
-        scored = stages.run(table.score, f"{label}/score", own.score, generations=generations, reward_models=models)
+        generations = stages.run(generate, f"{label}/generate", many, policy=policy, prompts=held_out)
+        scored = stages.run(score, f"{label}/score", own.score, generations=generations, reward_models=models)
         return rewards_by_prompt(bench.store.path(scored))
 
-    ours, theirs = answers("judged/sft", sft), answers("judged/imitator", imitator)
+    ours, theirs = answers("judged/sft", tuned), answers("judged/imitator", imitator)
     report = json.loads((bench.store.path(model) / "report.json").read_text(encoding="utf-8"))
     return {
         "accuracy": report["accuracy"],

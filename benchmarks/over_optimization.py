@@ -36,8 +36,8 @@ from rlhf_core.config.monitors import HeldOutConfig
 from rlhf_core.config.rewards import EnsembleReward, RewardModelReward, RewardsConfig
 from rlhf_core.evaluation.metrics import best_of_n_kl
 from rlhf_core.types import ArtifactRef
-from stages.config.generate import GenerateConfig
-from stages.config.score import ScoreConfig
+from stages.generate import GenerateConfig
+from stages.score import ScoreConfig
 
 BEST_OF, POLICY = "best of n", "policy optimization"
 

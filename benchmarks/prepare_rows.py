@@ -144,7 +144,7 @@ def prepare(side: str, folder: Path) -> None:
     from rlhf_core.stage.run import execute
     from rlhf_core.store.artifacts import ArtifactStore
     from rlhf_core.tracking.memory import MemoryStageTracker
-    from stages.config.prepare_data import PrepareDataConfig
+    from stages.prepare_data import PrepareDataConfig
     from stages.table import STAGES
 
     path = folder / ("long.jsonl" if side == "long" else "rows.jsonl")

@@ -29,9 +29,9 @@ from rlhf_core.store import attempts
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.tracking.memory import MemoryStageTracker
 from rlhf_core.types import ArtifactRef, PreferencesRef, PreparedDataRef
-from stages.config.prepare_data import PrepareDataConfig
-from stages.config.reward_model import RewardModelConfig
-from stages.config.sft import SFTConfig
+from stages.prepare_data import PrepareDataConfig
+from stages.reward_model import RewardModelConfig
+from stages.sft import SFTConfig
 from stages.table import STAGES
 
 RUNTIME = RuntimeConfig(

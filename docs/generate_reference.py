@@ -47,7 +47,7 @@ PROFILE --set ppo.steps=20` overrides one key. Unknown keys are refused with the
 CODE_MAP_INTRODUCTION = """# Every file
 
 Layers, from the top: `rlhf_contrib` ([topics](contrib.md) that the lifecycle can do without), `pipelines` (Prefect, the command
-line), `stages` (one file per stage), `rlhf_core` (the library). A package imports what is below it and never what is above;
+line), `stages` (one folder per stage), `rlhf_core` (the library). A package imports what is below it and never what is above;
 `lint-imports` holds it to that. This page is written by
 `python -m docs.generate_reference` from the first sentence of each module.
 """
@@ -276,10 +276,13 @@ def code_map(_: str) -> str:
     """Return the first sentence of each module and folder of the packages, as a page."""
     written = [CODE_MAP_INTRODUCTION]
     for package in ("pipelines", "stages", "rlhf_core", "rlhf_contrib"):
-        for room in sorted({path.parent for path in (ROOT / package).rglob("*.py")}):
+        rooms = {path.parent for path in (ROOT / package).rglob("*.py")}
+        for room in sorted(room for room in rooms if room.parent.name != "stages"):
             written.append(f"\n## `{room.relative_to(ROOT)}/`\n\n{sentence_of(room / '__init__.py')}".rstrip() + "\n\n")
             files = sorted(file for file in room.glob("*.py") if file.name != "__init__.py")
             written += [f"- `{file.name}`: {sentence_of(file)}\n" for file in files]
+            if room.name == "stages":  # a folder per stage
+                written += [f"- `{file.parent.name}/`: {sentence_of(file)}\n" for file in sorted(room.glob("*/run.py"))]
     return "".join(written)
 
 

@@ -23,7 +23,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 INTRODUCTION = """# Where a prompt goes
 
-One PPO step, from the policy's weights to its update, as a trace of a real step shows it. Read `run` in `stages/ppo.py` first: its
+One PPO step, from the policy's weights to its update, as a trace of a real step shows it. Read `run` in `stages/ppo/run.py` first: its
 loop is the whole step in order, and it makes the outermost calls below. The step is of one prompt with `runtime.type = "local"`, whose
 engines run in the calling process, GAE and one reward function. This page is written by `python -m docs.generate_walk`.
 

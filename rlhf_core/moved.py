@@ -1,4 +1,4 @@
-"""Let the former name of a module that moved to `rlhf_contrib` work for one release, with a warning."""
+"""Let the former name of a module that moved work for one release, with a warning."""
 
 import sys
 import warnings
@@ -30,6 +30,7 @@ MOVED = {
     "rlhf_core.runtime.jobs": "rlhf_contrib.ray_jobs.jobs",
     "rlhf_core.sampling.vllm_server_sampler": "rlhf_contrib.vllm_server.sampler",
     "rlhf_core.training.memory": "rlhf_contrib.planner.memory",
+    "stages.config": "stages",
 }
 """Former name of a module, or of a package with its modules -> the present one. 0.4 refuses the former names."""
 

@@ -1,1 +1,1 @@
-"""One file per stage of the lifecycle: a config class and a `run` function that reads like the paper."""
+"""One folder per stage of the lifecycle: `__init__.py` declares it and has its options, `run.py` reads like the paper."""

@@ -1,6 +1,6 @@
 """The declaration of a stage: a typed signature and the fields that its key, form and deployment are made from.
 
-`stages.table` declares the stages. Stages do not import this module either: the code of a strict stage is part of its key.
+The package of a stage declares it. This module and `stages.measured` are not in the keys of strict stages, which import them.
 """
 
 import inspect
@@ -11,7 +11,7 @@ from typing import Any, Generic, Literal, ParamSpec, TypeAlias, TypeVar, get_arg
 from rlhf_core.schema.base import Config
 from rlhf_core.stage.key import CodePolicy, StageInput, StageSpec
 from rlhf_core.types import ArtifactRef, ProcessRewardModelRef, RewardModelRef
-from stages.config.measured import Numbers, Specs
+from stages.measured import Numbers, Specs
 
 P = ParamSpec("P")
 R = TypeVar("R", bound=ArtifactRef)
@@ -41,20 +41,16 @@ class From:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Input:
+class Input(From):
     """An input of a stage: a keyword argument of its `run`. An `optional` one may be left out; the rest is as in `From`.
 
-    >>> from stages.table import sft
+    >>> from stages.sft import sft
     >>> sft.inputs["policy"].many, sft.inputs["policy"].start
     (False, 'prepare_data.base')
     """
 
     kind: type[ArtifactRef]
-    start: str | Mapping[str, str]
     optional: bool = False
-    when: Callable[[Any], bool] = always
-    instead: str = ""
-    default: str = ""
 
     @property
     def many(self) -> bool:
@@ -66,9 +62,9 @@ class Input:
 class Stage(Generic[P, R]):
     """A stage as it is declared.
 
-    >>> from stages.table import sft
+    >>> from stages.sft import sft
     >>> sft.module, sft.engines
-    ('stages.sft', ('trainer',))
+    ('stages.sft.run', ('trainer',))
     """
 
     name: str
@@ -93,18 +89,18 @@ class Stage(Generic[P, R]):
     """Its page in docs."""
     about: str
     """One sentence for the form in Prefect."""
-    judges: tuple[str, ...] = ()
+    judges: tuple[str, ...]
     """Input that the stage's report judges, and the entry of that table: a gate after the stage holds it back, too."""
     metrics: Callable[[StageSpec, Specs], Numbers]
     """Returns the names of the metrics of its record and the numbers of its report, which gates and sweeps may name."""
-    files: Callable[[Any], Mapping[str, str]] | None = None
+    files: Callable[[Any], Mapping[str, str]] | None
     """Returns the digests of the user's files that a configuration names; they are part of the key."""
 
     @property
     def configs(self) -> tuple[type[Config], ...]:
         """Return the classes of the configuration.
 
-        >>> from stages.table import select
+        >>> from stages.select import select
         >>> [kind.__name__ for kind in select.configs]
         ['BestOfN', 'TopK', 'Threshold', 'Pairs', 'PromptsInBand']
         """
@@ -149,16 +145,12 @@ class Stage(Generic[P, R]):
         )
 
 
-STAGES: dict[str, Stage[..., Any]] = {}
-"""All stages by name, in the order of their declarations."""
-
-
 def stage(
     *,
     version: int,
     code: CodePolicy,
-    engines: tuple[Engine, ...],
-    page: str = "",
+    engines: tuple[Engine, ...] = (),
+    page: str = "stages.md",
     metrics: Callable[[StageSpec, Specs], Numbers],
     section: str = "",
     judges: tuple[str, ...] = (),
@@ -167,17 +159,18 @@ def stage(
 ) -> Callable[[Callable[P, R]], Stage[P, R]]:
     """Make a stage of a signature, its docstring and these fields of `Stage`.
 
-    A stage of `stages.table` is added to `STAGES`. One of another module is added under its path when a profile names it.
+    Its name is that of its package in `stages`; elsewhere it is the path of the declaration, by which a profile names it.
+    `module` is where `run` is, by default the module `run` of the package with the declaration.
     """
 
     def declared(signature: Callable[P, R]) -> Stage[P, R]:
         types = get_type_hints(signature, include_extras=True)
         config, output = types.pop("config"), types.pop("return")
         arguments = inspect.signature(signature).parameters
-        is_ours = signature.__module__ == "stages.table"
-        made: Stage[P, R] = Stage(
-            name=signature.__name__ if is_ours else f"{signature.__module__}:{signature.__name__}",
-            module=module or f"stages.{signature.__name__}",
+        package, name = signature.__module__, signature.__name__
+        return Stage(
+            name=name if package == f"stages.{name}" else f"{package}:{name}",
+            module=module or f"{package}.run",
             version=version,
             code=code,
             config=config,
@@ -191,9 +184,6 @@ def stage(
             metrics=metrics,
             files=files,
         )
-        if is_ours:
-            STAGES[made.name] = made
-        return made
 
     return declared
 

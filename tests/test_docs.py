@@ -18,7 +18,6 @@ import pytest
 import yaml
 
 import rlhf_core.config
-import stages.config
 from docs import generate_reference
 from pipelines.cli.main import _parser, main
 from pipelines.flows.profile import load_profile
@@ -253,9 +252,8 @@ def test_the_engines_of_the_results_are_those_of_the_pins() -> None:
 
 def marked_fields(mark: type[Operational]) -> set[str]:
     """Return the names of all fields of configurations with exactly this mark."""
-    for package in (rlhf_core.config, stages.config):
-        for module in pkgutil.iter_modules(package.__path__):
-            importlib.import_module(f"{package.__name__}.{module.name}")
+    for module in pkgutil.iter_modules(rlhf_core.config.__path__):  # `generate_reference` has imported those of stages
+        importlib.import_module(f"rlhf_core.config.{module.name}")
     tables, waiting = set(), [Config]
     while waiting:
         table = waiting.pop()

@@ -18,7 +18,7 @@ from rlhf_core.stage.stopping import RunOverBudget, StageStopped
 from rlhf_core.store.fingerprint import sha256_text
 from rlhf_core.store.protocol import Store, discard, update
 from rlhf_core.store.typed_json import Stored, stored_in
-from stages.config.propose_comparisons import ProposeComparisonsConfig
+from stages.propose_comparisons import ProposeComparisonsConfig
 
 HOUR = 3600.0  # in seconds
 SPENT = "the budget is spent"

@@ -27,7 +27,7 @@ from rlhf_core.stage.stopping import RunBlocked, RunHalted, StageWaiting
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.gate_decisions import GateAnswer, GateDecisions, Question
 from rlhf_core.types import CHAMPION, ArtifactRef, PolicyRef, Prompt, PromptsRef, title
-from stages.config.publish import GateNote, PublishConfig
+from stages.publish import GateNote, PublishConfig
 from stages.table import STAGES
 
 R = TypeVar("R", bound=ArtifactRef)

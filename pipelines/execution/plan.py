@@ -26,7 +26,7 @@ from rlhf_core.store.fingerprint import hash_file, sha256_text
 from rlhf_core.store.records import KeyRecord
 from rlhf_core.tracking.further import check_installed
 from rlhf_core.types import ArtifactRef, PreparedDataRef
-from stages.config.prepare_data import PrepareDataConfig, wanted_tables
+from stages.prepare_data import PrepareDataConfig, wanted_tables
 from stages.table import numbers_of
 
 R = TypeVar("R", bound=ArtifactRef)

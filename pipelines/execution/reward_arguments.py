@@ -16,7 +16,7 @@ from rlhf_core.errors import ConfigError
 from rlhf_core.stage.key import StageSpec
 from rlhf_core.types import label_fields
 from rlhf_core.user_code.signatures import parameters_of
-from stages.config.prepare_data import PrepareDataConfig
+from stages.prepare_data import PrepareDataConfig
 
 FIRST_ROWS = 200
 """Rows of each source in which fields of labels are looked for first; all others are read before a function is refused."""

@@ -11,9 +11,9 @@ from rlhf_core.config.policy import PPOConfig
 from rlhf_core.config.rewards import what_moves_rewards
 from rlhf_core.errors import explain, nearest
 from rlhf_core.types import CHAMPION, ArtifactRef, PolicyRef, ReportRef, title
-from stages.config.mix import MixConfig
-from stages.config.score import ScoreConfig
-from stages.config.select import Pairs, PromptsInBand
+from stages.mix import MixConfig
+from stages.score import ScoreConfig
+from stages.select import Pairs, PromptsInBand
 
 logger = logging.getLogger(__name__)
 

@@ -13,12 +13,12 @@ from pipelines.flows.nodes import Names, Node
 from pipelines.flows.sections import ConditionalSFTConfig, EvaluationConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.types import CHAMPION
-from stages.config.evaluate_harness import HarnessSuite
-from stages.config.evaluate_suite import AnswerSuite, JudgeSuite, RewardModelSuite
-from stages.config.generate import GenerateConfig
-from stages.config.import_policy import ImportPolicyConfig
-from stages.config.report_suites import ReportSuitesConfig
-from stages.config.suite_prompts import SuitePromptsConfig
+from stages.evaluate_harness import HarnessSuite
+from stages.evaluate_suite import AnswerSuite, JudgeSuite, RewardModelSuite
+from stages.generate import GenerateConfig
+from stages.import_policy import ImportPolicyConfig
+from stages.report_suites import ReportSuitesConfig
+from stages.suite_prompts import SuitePromptsConfig
 
 logger = logging.getLogger(__name__)
 

@@ -21,8 +21,8 @@ from pipelines.flows.profile import PipelineConfig
 from pipelines.flows.sections import ConditionalSFTConfig, EvaluationConfig
 from rlhf_core.rewards.rubrics import check_rubrics, columns_read
 from rlhf_core.types import CHAMPION, ArtifactRef, PolicyRef, PreparedDataRef, PromptsRef, RewardModelRef
-from stages.config.prepare_data import PrepareDataConfig
-from stages.config.publish import PublishConfig
+from stages.prepare_data import PrepareDataConfig
+from stages.publish import PublishConfig
 from stages.table import STAGES
 
 R = TypeVar("R", bound=ArtifactRef)

@@ -24,8 +24,8 @@ from rlhf_core.store.fingerprint import hash_file
 from rlhf_core.types import ArtifactRef, Prompt, PromptsRef
 from rlhf_core.user_code.dependencies import user_code_digest
 from rlhf_core.user_code.sources import is_ours
-from stages.config.publish import GateNote
 from stages.declaration import Input, Stage
+from stages.publish import GateNote
 
 P = ParamSpec("P")
 R = TypeVar("R", bound=ArtifactRef)
@@ -72,7 +72,7 @@ def no_prompts(ref: PromptsRef) -> Sequence[Prompt]:
 
 @dataclass(frozen=True)
 class Stages:
-    """Runs stages of `stages.table`. `label` names the node in tables, graphs and the tracker, not in the key."""
+    """Runs declared stages. `label` names the node in tables, graphs and the tracker, not in the key."""
 
     run_stage: RunStage
     seed: int
@@ -94,7 +94,7 @@ class Stages:
         Inputs that the stage does not read under this configuration are left out. Raises TypeError for inputs that the
         stage does not take, and ConfigError, before any stage runs, if something that the configuration needs is missing.
 
-        >>> stages.run(table.sft, "sft", config, policy=base, demonstrations=rows)   # doctest: +SKIP
+        >>> stages.run(sft, "sft", config, policy=base, demonstrations=rows)   # doctest: +SKIP
         """
         return self.run_as(stage.output, stage, label, *config, **given)
 

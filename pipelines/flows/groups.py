@@ -12,9 +12,9 @@ from typing import Annotated, Any
 from pipelines.flows.nodes import Names, Node, group
 from pipelines.flows.sections import ConditionalSFTConfig, IterativeDPORounds, OnlineRounds, RejectionSamplingConfig
 from rlhf_core.types import DemonstrationsRef, ModelRef, PolicyRef, PreferencesRef, PromptsRef, RewardModelRef
-from stages.config.compare_reward_models import CompareRewardModelsConfig
-from stages.config.merge_preferences import MergePreferencesConfig
-from stages.config.sft import SFTConfig
+from stages.compare_reward_models import CompareRewardModelsConfig
+from stages.merge_preferences import MergePreferencesConfig
+from stages.sft import SFTConfig
 from stages.table import STAGES
 
 

@@ -25,10 +25,10 @@ from rlhf_core.types import (
     RewardModelRef,
     StepsRef,
 )
-from stages.config.checkpoint import CheckpointConfig
-from stages.config.mix import MixConfig
-from stages.config.select import Pairs, PromptsInBand
-from stages.config.synthesize import SynthesizeConfig
+from stages.checkpoint import CheckpointConfig
+from stages.mix import MixConfig
+from stages.select import Pairs, PromptsInBand
+from stages.synthesize import SynthesizeConfig
 from stages.table import STAGES
 
 R = TypeVar("R", bound=ArtifactRef)

@@ -43,10 +43,10 @@ from rlhf_core.schema.base import OPERATIONAL, OTHER_SPELLING, added_option, as_
 from rlhf_core.store.fingerprint import sha256_text
 from rlhf_core.store.layout import read_regular
 from rlhf_core.types import CHAMPION, PolicyRef, encodable
-from stages.config.evaluate_suite import JudgeSuite
-from stages.config.measured import policy_numbers
-from stages.config.publish import PublishConfig
-from stages.config.sft import SFTConfig
+from stages.evaluate import policy_numbers
+from stages.evaluate_suite import JudgeSuite
+from stages.publish import PublishConfig
+from stages.sft import SFTConfig
 
 
 class PipelineConfig(GraphConfig):

@@ -8,12 +8,12 @@ from rlhf_core.config.data import HELD_OUT_INSTRUCTIONS, DataConfig, Files, Inst
 from rlhf_core.config.policy import PPOConfig
 from rlhf_core.config.rewards import check_sources
 from rlhf_core.errors import ConfigError, nearest
-from stages.config.distill import DistillConfig
-from stages.config.evaluate_harness import HarnessSuite
-from stages.config.generate import GenerateConfig
-from stages.config.mix import MixConfig
-from stages.config.prepare_data import PrepareDataConfig
-from stages.config.score import ScoreConfig
+from stages.distill import DistillConfig
+from stages.evaluate_harness import HarnessSuite
+from stages.generate import GenerateConfig
+from stages.mix import MixConfig
+from stages.prepare_data import PrepareDataConfig
+from stages.score import ScoreConfig
 
 
 def check_step_sources(steps: Sequence[Node], data: DataConfig, evaluate: EvaluationConfig | None) -> None:

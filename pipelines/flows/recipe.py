@@ -41,11 +41,11 @@ from rlhf_core.config.teachers import Teachers
 from rlhf_core.errors import explain
 from rlhf_core.schema.base import OPERATIONAL, Config, added_option
 from rlhf_core.types import ArtifactRef, PolicyRef, RewardModelRef
-from stages.config.import_policy import ImportPolicyConfig
-from stages.config.import_reward_model import ImportRewardModelConfig
-from stages.config.merge import MergeConfig
-from stages.config.mix import MixConfig
-from stages.config.prepare_data import PrepareDataConfig
+from stages.import_policy import ImportPolicyConfig
+from stages.import_reward_model import ImportRewardModelConfig
+from stages.merge import MergeConfig
+from stages.mix import MixConfig
+from stages.prepare_data import PrepareDataConfig
 from stages.table import STAGES
 
 logger = logging.getLogger(__name__)

@@ -11,19 +11,19 @@ from rlhf_core.config.models import PretrainedModel
 from rlhf_core.config.policy import PPOConfig, check_best
 from rlhf_core.config.teachers import TeacherName
 from rlhf_core.schema.base import OPERATIONAL, Config, added_option
-from stages.config.collect_preferences import CollectPreferencesConfig
-from stages.config.condition import ConditionConfig
-from stages.config.distill import DistillConfig
-from stages.config.dpo import DPOConfig
-from stages.config.evaluate import EvaluateConfig
-from stages.config.evaluate_harness import HarnessSuite
-from stages.config.evaluate_suite import AnswerSuite, PassAtKSuite
-from stages.config.generate import GenerateConfig
-from stages.config.propose_comparisons import ProposeComparisonsConfig
-from stages.config.reward_model import Member, RewardModelConfig
-from stages.config.score import ScoreConfig
-from stages.config.select import SelectConfig, check_one_policy
-from stages.config.sft import SFTConfig
+from stages.collect_preferences import CollectPreferencesConfig
+from stages.condition import ConditionConfig
+from stages.distill import DistillConfig
+from stages.dpo import DPOConfig
+from stages.evaluate import EvaluateConfig
+from stages.evaluate_harness import HarnessSuite
+from stages.evaluate_suite import AnswerSuite, PassAtKSuite
+from stages.generate import GenerateConfig
+from stages.propose_comparisons import ProposeComparisonsConfig
+from stages.reward_model import Member, RewardModelConfig
+from stages.score import ScoreConfig
+from stages.select import SelectConfig, check_one_policy
+from stages.sft import SFTConfig
 
 Start = Literal["base", "sft", "rejection_sampling", "dpo", "iterative_dpo"]
 Teacher = Literal["sft", "rejection_sampling", "dpo", "iterative_dpo", "ppo"]

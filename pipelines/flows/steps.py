@@ -27,10 +27,10 @@ from pipelines.flows.sections import DistillationConfig, OfflineDPOConfig, Polic
 from rlhf_core.by_path import is_path, named
 from rlhf_core.schema.base import OPERATIONAL, Config, added_option
 from rlhf_core.types import DemonstrationsRef, PreferencesRef, PromptsRef, StepsRef
-from stages.config.mix import MixConfig
-from stages.config.process_reward_model import ProcessRewardModelConfig
-from stages.config.sft import SFTConfig
 from stages.declaration import Input, Stage
+from stages.mix import MixConfig
+from stages.process_reward_model import ProcessRewardModelConfig
+from stages.sft import SFTConfig
 from stages.table import STAGES
 
 Name: TypeAlias = Annotated[str, OPERATIONAL]

@@ -1,6 +1,6 @@
 """Define each stage as a flow with a typed form. An input is the label of the stage that made it, a digest or a path.
 
-The flows of single stages are made from their declarations in `stages.table`. A stage has the same key here as in the full
+The flows of single stages are made from their declarations. A stage has the same key here as in the full
 pipeline, so each finds the other's results.
 """
 
@@ -27,9 +27,9 @@ from rlhf_core.by_path import is_path
 from rlhf_core.config.runtime import RuntimeConfig
 from rlhf_core.schema.base import Config
 from rlhf_core.types import ArtifactRef, ModelRef, PolicyRef, PromptsRef
-from stages.config.prepare_data import PrepareDataConfig
-from stages.config.publish import PublishConfig
 from stages.declaration import Stage
+from stages.prepare_data import PrepareDataConfig
+from stages.publish import PublishConfig
 from stages.table import STAGES
 
 R = TypeVar("R", bound=ArtifactRef)

@@ -37,21 +37,16 @@ from rlhf_core.config.runtime import (
 )
 from rlhf_core.config.schedule import ScheduledSampling, SchedulePart
 from rlhf_core.schema.base import Config
-from stages.config.collect_preferences import CollectPreferencesConfig
-from stages.config.condition import ConditionConfig
-from stages.config.evaluate import EvaluateConfig
-from stages.config.evaluate_harness import HarnessSuite
-from stages.config.generate import GenerateConfig
-from stages.config.propose_comparisons import ProposeComparisonsConfig
-from stages.config.score import ScoreConfig
-from stages.config.select import (
-    Pairs,
-    PromptsInBand,
-    Selection,
-    Threshold,
-)
-from stages.config.suite_prompts import SuitePromptsConfig
-from stages.config.synthesize import SynthesizeConfig
+from stages.collect_preferences import CollectPreferencesConfig
+from stages.condition import ConditionConfig
+from stages.evaluate import EvaluateConfig
+from stages.evaluate_harness import HarnessSuite
+from stages.generate import GenerateConfig
+from stages.propose_comparisons import ProposeComparisonsConfig
+from stages.score import ScoreConfig
+from stages.select import Pairs, PromptsInBand, Selection, Threshold
+from stages.suite_prompts import SuitePromptsConfig
+from stages.synthesize import SynthesizeConfig
 
 STEPS = 2
 BATCH = 4

@@ -54,7 +54,7 @@ from rlhf_core.types import (
     Prompt,
     PromptsRef,
 )
-from stages.config.import_reward_model import ImportRewardModelConfig
+from stages.import_reward_model import ImportRewardModelConfig
 
 logger = logging.getLogger(__name__)
 

@@ -16,12 +16,12 @@ from rlhf_core.models.packages import local_folder
 from rlhf_core.stage.key import StageSpec
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import ArtifactRef, PolicyRef
-from stages.config.distill import DistillConfig
-from stages.config.dpo import DPOConfig
-from stages.config.prepare_data import PrepareDataConfig
-from stages.config.process_reward_model import ProcessRewardModelConfig
-from stages.config.reward_model import RewardModelConfig
-from stages.config.sft import SFTConfig
+from stages.distill import DistillConfig
+from stages.dpo import DPOConfig
+from stages.prepare_data import PrepareDataConfig
+from stages.process_reward_model import ProcessRewardModelConfig
+from stages.reward_model import RewardModelConfig
+from stages.sft import SFTConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,31 +1,49 @@
 """Check `export_every`, the interval of policies that a training exports on its way."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
+
+from pydantic import model_validator
+
+from rlhf_core.schema.base import Config
 
 
-def check_exports(every: int, end: Mapping[str, int]) -> None:
-    """Raise ValueError for policies on the way of which there are none before the `end`, the name and number of the last step."""
-    for name, last in end.items():
-        if every >= last:
-            raise ValueError(
-                f"export_every = {every}: there is no such step before the end ({name} = {last}); lower it, or leave it at 0"
-            )
+class ExportingConfig(Config):
+    """A training whose loop may export its model on the way."""
+
+    if TYPE_CHECKING:  # fields of each training, in an order of its own
+        export_every: int
+        loop: Any
+
+    @property
+    def exported_steps(self) -> tuple[int, ...]:
+        """The steps after which the model is exported, without the last one."""
+        return steps_exported(self.export_every, self.loop.max_steps)
+
+    @model_validator(mode="after")
+    def _check_exports(self) -> Self:
+        """Raise ValueError for models that are exported on the way where the number of steps depends on the data."""
+        if self.export_every:
+            if not self.loop.max_steps:
+                raise ValueError(
+                    f"export_every = {self.export_every}: the policies are named by their steps, whose number depends on the "
+                    "data; set loop.max_steps, or leave it at 0"
+                )
+            check_exports(self.export_every, "loop.max_steps", self.loop.max_steps)
+        return self
+
+
+def check_exports(every: int, name: str, last: int) -> None:
+    """Raise ValueError for policies on the way of which there are none before the `last` step, whose option has this name."""
+    if every >= last:
+        raise ValueError(
+            f"export_every = {every}: there is no such step before the end ({name} = {last}); lower it, or leave it at 0"
+        )
 
 
 def steps_exported(every: int, last: int) -> tuple[int, ...]:
     """The steps after which a training of `last` steps exports its model, without the last one."""
     return tuple(range(every, last, every)) if every else ()
-
-
-def check_loop_exports(every: int, max_steps: int) -> None:
-    """Raise ValueError for models that are exported on the way where the number of steps depends on the data."""
-    if every and not max_steps:
-        raise ValueError(
-            f"export_every = {every}: the policies are named by their steps, whose number depends on the data; "
-            "set loop.max_steps, or leave it at 0"
-        )
-    check_exports(every, {"loop.max_steps": max_steps} if every else {})
 
 
 def refuse_exports(trainings: Mapping[str, Any]) -> None:

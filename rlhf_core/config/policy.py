@@ -564,7 +564,7 @@ class PPOConfig(AgentsBySource, RenamedConfig):
 
     @model_validator(mode="after")
     def _check_exports(self) -> PPOConfig:
-        check_exports(self.export_every, {"steps": self.steps})
+        check_exports(self.export_every, "steps", self.steps)
         return self
 
     @model_validator(mode="after")

@@ -23,6 +23,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from itertools import accumulate, groupby, pairwise
 from pathlib import Path
 from types import MappingProxyType
@@ -93,7 +94,7 @@ class Renderer:
     def __init__(self, tokenizer: Any, *, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         self._tokenizer = tokenizer
         self._tools = [dict(tool) for tool in tools]
-        self._checked: set[tuple[bool, ...]] = set()
+        self._checked: set[tuple[object, ...]] = set()
         self.in_parts = False
         missing = self._silent_role(_QUESTION_AND_ANSWER)
         if missing != "":
@@ -110,13 +111,20 @@ class Renderer:
         self._check_settings(settings)
         system = any(message.role == "system" for message in messages)
         again = sum(message.role == "user" for message in messages) > 1
-        used = system, again, *(_uses(rows, tools) if any(message.tool_fields for message in messages) else ())
+        used = (
+            system,
+            again,
+            settings.get(TEMPLATE),
+            *(_uses(rows, tools) if any(message.tool_fields for message in messages) else ()),
+        )
         if any(used) and used not in self._checked:
-            if system and self._silent_role([_SYSTEM, *_QUESTION_AND_ANSWER]):
+            if TEMPLATE in settings and (missing := self._silent_role(_QUESTION_AND_ANSWER, settings)):
+                raise self._refused(f"the words of the role {missing}", "conversations")
+            if system and self._silent_role([_SYSTEM, *_QUESTION_AND_ANSWER], settings):
                 raise self._refused("the words of the role system", "conversations with a system turn")
-            if again and self._silent_role(_GOING_ON):
+            if again and self._silent_role(_GOING_ON, settings):
                 raise self._refused("every question of a user", "conversations of several")
-            missing = left_out(rows, tools, self.apply, ends) if len(used) > 2 else ""
+            missing = left_out(rows, tools, partial(self.apply, settings=settings), ends) if len(used) > 3 else ""
             if missing:
                 raise self._refused(missing, "conversations with tools")
             self._checked.add(used)
@@ -157,10 +165,10 @@ class Renderer:
                     f"chat_template_kwargs.{name}", settings[name], rule, "remove it, or change the template"
                 )
 
-    def _silent_role(self, rows: Rows) -> str | None:
+    def _silent_role(self, rows: Rows, settings: Mapping[str, Any] = MappingProxyType({})) -> str | None:
         """Return the first role of `rows` whose words the template leaves out, "" if none, and None if it rejects them."""
         try:
-            text = self.apply(rows, [], False)
+            text = self.apply(rows, [], False, settings)
         except DataError:  # it gives its reason where the conversation is rendered
             return None
         return next((row["role"] for row in rows if row["content"] not in text), "")
@@ -473,7 +481,12 @@ class ChatTemplate:
                 rule = "renders differently when later turns follow, so there is no exact loss mask"
                 raise RewrittenTurns("chat_template", where, rule, _KEEPS_TURNS)
             asked = [whole[done : len(before)]] if done else self._cut(messages[:index], before)
-            segments += [*((text, False) for text in asked), (whole[len(before) : len(after)], True)]
+            answer = whole[len(before) : len(after)]
+            # That the model's own template has one is checked when it is loaded.
+            if TEMPLATE in read_settings(messages) and not any(end in answer for end in self.end_texts):
+                rule = f"ends an answer without an end token of the model ({', '.join(self.end_texts)})"
+                raise ConfigError("chat_template", answer[-30:], rule, "end answers with one of them")
+            segments += [*((text, False) for text in asked), (answer, True)]
             done = len(after)
         segments.append((whole[done:], False))
         return [(text, answer) for text, answer in segments if text]

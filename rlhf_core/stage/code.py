@@ -14,8 +14,9 @@ from rlhf_core.store.index import load_entries, save_entries
 from rlhf_core.store.layout import cache_folder
 from rlhf_core.user_code.syntax import ANALYSES, OUR_PACKAGES, analysis_of, imported_names, parse_source
 
-PLUMBING = ("rlhf_core.errors", "rlhf_core.schema.secrets", "rlhf_core.secrets", "rlhf_core.stage", "rlhf_core.store")
-"""Modules and packages that store artifacts but never compute their content: a change there changes no key."""
+PLUMBING = ("rlhf_core.errors", "rlhf_core.schema.secrets", "rlhf_core.secrets", "rlhf_core.stage", "rlhf_core.store",
+            "stages.declaration", "stages.measured")  # fmt: skip
+"""Modules and packages that store artifacts or declare stages but never compute content: a change there changes no key."""
 
 ALL_MODULES = ".__path__"
 """Suffix for the name of a package that imports all of its modules by looking them up with `pkgutil`."""

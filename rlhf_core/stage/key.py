@@ -44,7 +44,7 @@ class Strictness:
 class StageSpec:
     """A stage whose inputs exist, ready to be decided on and run.
 
-    `name` and `module` identify it (`ppo`, `stages.ppo`). `version` and `code` come from its row in the stage table:
+    `name` and `module` identify it (`ppo`, `stages.ppo.run`). `version` and `code` come from its declaration:
     with `code = "strict"` a change of the stage's code makes a new key, with `"warn"` it is only reported. `label` is
     the stage's name in the pipeline (`rejection_sampling/generate`); it does not enter the key, so two places can share
     one result. `inputs` become keyword arguments of the stage's `run`. `engines` holds the part of the runtime's

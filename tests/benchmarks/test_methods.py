@@ -20,7 +20,7 @@ from rlhf_core.config.policy import Advantage, PolicyLoss, PreferenceLoss
 from rlhf_core.schema.base import CustomFunction
 from rlhf_core.stage.key import StageSpec
 from rlhf_core.types import ArtifactRef, Completion, Generation, PolicyRef, PreparedDataRef
-from stages.config.distill import DistillConfig
+from stages.distill import DistillConfig
 from stages.sft import SFTConfig
 from tests.support.starts import imagined_start, made
 

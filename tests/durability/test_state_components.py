@@ -45,7 +45,7 @@ from rlhf_core.training.moving_reference import MovingReference
 from rlhf_core.training.objectives.preference import RunningShift
 from rlhf_core.training.trainer import LocalTrainer, WeightAverage
 from rlhf_core.types import ActionSpan, Completion, PolicyRef
-from stages.config.distill import DistillConfig, DivergenceConfig
+from stages.distill import DistillConfig, DivergenceConfig
 from stages.dpo import DPOConfig
 from stages.ppo import PPOConfig
 from stages.sft import SFTConfig

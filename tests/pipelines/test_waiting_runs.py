@@ -26,7 +26,7 @@ from rlhf_core.stage.stopping import RunBlocked, StageWaiting
 from rlhf_core.store.gate_decisions import GateDecisions, Question
 from rlhf_core.tracking.memory import MemoryTracker
 from rlhf_core.types import ComparisonsRef, Message, PolicyRef, PreferencesRef
-from stages.config.collect_preferences import CollectPreferencesConfig
+from stages.collect_preferences import CollectPreferencesConfig
 from stages.table import STAGES
 from tests.support.forks import forked
 from tests.support.listener import Notes

@@ -18,8 +18,8 @@ from rlhf_core.moved import MOVED
 from rlhf_core.stage.code import module_digests
 from rlhf_core.stage.key import key_payload, stage_code
 from rlhf_core.store.fingerprint import canonical_json, sha256_text
-from stages.config.generate import GenerateConfig
-from stages.config.prepare_data import PrepareDataConfig
+from stages.generate import GenerateConfig
+from stages.prepare_data import PrepareDataConfig
 from stages.table import STAGES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -120,6 +120,8 @@ def test_a_former_name_of_a_module_is_the_module_and_warns_of_the_new_name(forme
     [
         ("pipelines.importers.openrlhf.translate", "rlhf_contrib.openrlhf.translate"),
         ("rlhf_core.data.worlds.support", "rlhf_contrib.worlds.support"),
+        ("stages.config.sft", "stages.sft"),
+        ("stages.config.measured", "stages.measured"),
     ],
 )
 def test_the_modules_of_a_package_that_moved_have_former_names_too(former, present, monkeypatch):

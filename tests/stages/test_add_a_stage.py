@@ -1,7 +1,8 @@
-"""The stage of docs/add_a_stage.md, as it stands there: its declaration makes a flow, and it runs."""
+"""The stage of docs/add_a_stage.md, as it stands there: a profile reads it, its declaration makes a flow, and it runs."""
 
 import importlib
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-import stages.config
+import stages
 from pipelines.flows.graph import Stages
 from pipelines.prefect_flows.stage_flows import stage_flow
 from rlhf_core.config.runtime import RuntimeConfig
@@ -19,35 +20,53 @@ from rlhf_core.stage.key import StageSpec, key_payload
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.fingerprint import canonical_json, sha256_text
 from rlhf_core.types import ArtifactRef, DemonstrationsRef
-from stages import table
+from stages.table import STAGES
 from tests.support.training import demonstrations
 from tests.support.workshop import Workshop
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "add_a_stage.md").read_text()
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "add_a_stage.md").read_text()
 
 
 @pytest.fixture
-def declared(tmp_path) -> Iterator[Any]:
-    """The declaration of the page, with its two modules where Python finds them."""
-    blocks = re.findall(r"```python\n# (\S+\.py)[^\n]*\n(.*?)```", PAGE, flags=re.DOTALL)
-    (config_path, config), (stage_path, stage), (_, declaration) = blocks[:3]
-    (tmp_path / "config").mkdir()
-    assert (config_path, stage_path) == ("stages/config/shorten.py", "stages/shorten.py")
-    (tmp_path / "config" / "shorten.py").write_text(config)
-    (tmp_path / "shorten.py").write_text(stage)
-    stages.__path__.append(str(tmp_path))
-    stages.config.__path__.append(str(tmp_path / "config"))
+def folder(tmp_path) -> Path:
+    """A folder with the two files of the page."""
+    blocks = re.findall(r"```python\n# stages/(\S+\.py)\n(.*?)```", PAGE, flags=re.DOTALL)
+    assert [name for name, _ in blocks] == ["shorten/__init__.py", "shorten/run.py"]
+    for name, text in blocks:
+        (tmp_path / "more" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "more" / name).write_text(text)
+    return tmp_path / "more"
+
+
+@pytest.fixture
+def declared(folder, monkeypatch) -> Iterator[Any]:
+    """The declaration of the page."""
+    stages.__path__.append(str(folder))
     importlib.invalidate_caches()
-    before = {*vars(table)}
-    exec(declaration, vars(table))
-    yield table.STAGES["shorten"]
-    del table.STAGES["shorten"]
-    for name in {*vars(table)} - before:
-        del vars(table)[name]
-    stages.__path__.remove(str(tmp_path))
-    stages.config.__path__.remove(str(tmp_path / "config"))
-    for name in ("stages.shorten", "stages.config.shorten"):
+    found = importlib.import_module("stages.shorten").shorten
+    monkeypatch.setitem(STAGES, "shorten", found)
+    yield found
+    stages.__path__.remove(str(folder))
+    del stages.shorten
+    for name in ("stages.shorten", "stages.shorten.run"):
         sys.modules.pop(name, None)
+
+
+def test_the_two_files_are_all_that_a_profile_needs(folder, tmp_path):
+    (step,) = re.findall(r"```toml\n(.*?stage = \"shorten\".*?)```", PAGE, flags=re.DOTALL)
+    (tmp_path / "short.toml").write_text(f'extends = "tiny/recipe"\n{step}')
+    program = (
+        "import sys, stages; stages.__path__.append(sys.argv[1])\n"
+        "from pathlib import Path\nfrom pipelines.execution.plan import plan\n"
+        "from pipelines.flows.profile import load_profile\nfrom rlhf_core.store.artifacts import ArtifactStore\n"
+        "config = load_profile(sys.argv[2])\n"
+        "print([one.spec.module for one in plan(config, ArtifactStore(Path(sys.argv[3]))) if one.label == 'short'])\n"
+        "print(sorted({'torch', 'stages.shorten.run'} & set(sys.modules)))\n"
+    )
+    given = [sys.executable, "-c", program, str(folder), str(tmp_path / "short.toml"), str(tmp_path / "store")]
+    done = subprocess.run(given, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout == "['stages.shorten.run']\n[]\n", done.stderr
 
 
 def test_the_stage_of_the_page_runs(declared, tmp_path):
@@ -74,4 +93,4 @@ def test_its_declaration_makes_its_form_and_a_pipeline_can_call_it(declared):
     pipeline = Stages(kept, seed=17, runtime=RuntimeConfig())
     pipeline.run(declared, "shorten", declared.config(), demonstrations=given)
     assert specs[0].inputs == {"demonstrations": given}
-    assert key_payload(specs[0])["code"] == sha256_text(canonical_json(module_digests("stages.shorten")))
+    assert key_payload(specs[0])["code"] == sha256_text(canonical_json(module_digests("stages.shorten.run")))

@@ -24,8 +24,8 @@ from rlhf_core.stage.stopping import StageWaiting
 from rlhf_core.store import attempts
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import ComparisonsRef, Generation, Message
-from stages.collect_preferences import always_held_out, attentive, settled
-from stages.config.collect_preferences import CollectPreferencesConfig, content_digests
+from stages.collect_preferences import CollectPreferencesConfig, content_digests
+from stages.collect_preferences.run import always_held_out, attentive, settled
 from tests.support.chat_server import ChatServer
 from tests.support.workshop import Workshop
 

@@ -12,8 +12,8 @@ from rlhf_core.data.tables import read_preferences, write_preferences
 from rlhf_core.errors import DataError
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import PolicyRef, PreferencesRef
-from stages.config.compare_reward_models import CompareRewardModelsConfig
-from stages.config.reward_model import RewardModelConfig
+from stages.compare_reward_models import CompareRewardModelsConfig
+from stages.reward_model import RewardModelConfig
 from tests.support.training import preferences
 from tests.support.workshop import Workshop
 

@@ -12,7 +12,8 @@ from rlhf_core.data.tables import read_demonstrations, read_prompts, write_promp
 from rlhf_core.errors import DataError
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import ActionSpan, Message, Prompt, PromptsRef, Rollout, RolloutsRef
-from stages.condition import ConditionConfig, decorated, demonstrations, reward_levels
+from stages.condition import ConditionConfig
+from stages.condition.run import decorated, demonstrations, reward_levels
 from tests.support.workshop import Workshop, rollout
 
 ROLLOUTS = [

@@ -16,7 +16,7 @@ from rlhf_core.models.initialize import initialize_llama, train_tokenizer
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.training.objectives.distillation import RoutedSample, RoutedTeachers
 from rlhf_core.types import PolicyRef, TokenSample, TopLogprobs
-from stages.config.distill import DistillConfig, DivergenceConfig
+from stages.distill import DistillConfig, DivergenceConfig
 from stages.sft import SFTConfig
 from tests.support.policies import SHAPE
 from tests.support.training import demonstrations, killed_and_resumed, prompts, stopped_and_resumed

@@ -13,8 +13,9 @@ from rlhf_core.errors import DataError
 from rlhf_core.schema.base import CustomFunction
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import PolicyRef, TokenSample
-from stages.config.checkpoint import CheckpointConfig
-from stages.dpo import DPOConfig, answer_to_another_prompt, mismatched
+from stages.checkpoint import CheckpointConfig
+from stages.dpo import DPOConfig
+from stages.dpo.run import answer_to_another_prompt, mismatched
 from tests.support.training import killed_and_resumed, preferences, thumbs
 from tests.support.workshop import Workshop
 

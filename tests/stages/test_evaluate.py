@@ -277,7 +277,7 @@ def test_the_reference_goes_by_the_name_of_the_policy_that_it_is(shop, gold, tmp
 
 def test_training_curves_of_the_ancestors_are_drawn(tmp_path, monkeypatch):
     from rlhf_core.evaluation import plots
-    from stages.evaluate import training_figures
+    from stages.evaluate.run import training_figures
 
     drawn: list[str] = []
     monkeypatch.setattr(plots, "curves", lambda shown, **given: drawn.append(given["color"]) or b"")
@@ -316,7 +316,7 @@ def test_only_training_stages_have_a_training_curve(shop, tmp_path):
 
 def test_importing_the_configurations_imports_no_engine_and_no_plotting():
     program = (
-        "import sys, stages.config.evaluate, stages.config.publish;"
+        "import sys, stages.evaluate, stages.publish;"
         "print([m for m in ('torch', 'matplotlib', 'mlflow', 'ray', 'vllm', 'transformers') if m in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -11,8 +11,8 @@ import pytest
 
 from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.types import Completion, PolicyRef
-from stages.config import evaluate_harness
-from stages.config.evaluate_harness import HarnessSuite, content_digests
+from stages import evaluate_harness
+from stages.evaluate_harness import HarnessSuite, content_digests
 from tests.support.workshop import Workshop
 
 pytest.importorskip("lm_eval")

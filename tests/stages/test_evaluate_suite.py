@@ -16,7 +16,7 @@ from rlhf_core.errors import DataError
 from rlhf_core.schema.base import keyed
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import Completion, Generation, GenerationsRef, Message, PolicyRef, Prompt
-from stages.config.evaluate_suite import (
+from stages.evaluate_suite import (
     CustomSuite,
     GoldSuite,
     InstructionsSuite,
@@ -26,9 +26,9 @@ from stages.config.evaluate_suite import (
     RewardModelSuite,
     content_digests,
 )
-from stages.config.generate import GenerateConfig
-from stages.config.reward_model import RewardModelConfig
-from stages.config.suite_prompts import SuitePromptsConfig
+from stages.generate import GenerateConfig
+from stages.reward_model import RewardModelConfig
+from stages.suite_prompts import SuitePromptsConfig
 from tests.support.chat_server import ChatServer
 from tests.support.training import preferences
 from tests.support.workshop import Workshop

@@ -25,7 +25,8 @@ from rlhf_core.types import (
     chunks,
     derive_seed,
 )
-from stages.generate import GenerateConfig, chosen, generation_metrics
+from stages.generate import GenerateConfig
+from stages.generate.run import chosen, generation_metrics
 from tests.support.policies import SHAPE
 from tests.support.tolerances import near, of_model
 from tests.support.workshop import Workshop, generation

@@ -6,7 +6,7 @@ from rlhf_core.config.models import PretrainedModel
 from rlhf_core.errors import ConfigError
 from rlhf_core.models.materialize import materialize
 from rlhf_core.types import PolicyRef
-from stages.config.import_policy import ImportPolicyConfig, content_digests
+from stages.import_policy import ImportPolicyConfig, content_digests
 from tests.support.policies import make_reward_model
 from tests.support.workshop import Workshop
 

@@ -20,7 +20,7 @@ from rlhf_core.rewards.model import PROBES
 from rlhf_core.stage.run import execute
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import PolicyRef, RewardModelRef
-from stages.config.import_reward_model import ImportRewardModelConfig, content_digests
+from stages.import_reward_model import ImportRewardModelConfig, content_digests
 from stages.table import STAGES
 from tests.support.workshop import Workshop, quiet
 

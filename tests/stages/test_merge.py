@@ -14,7 +14,7 @@ from rlhf_core.models.initialize import initialize_llama
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.layout import MANIFEST
 from rlhf_core.types import PolicyRef
-from stages.config.merge import MergeConfig
+from stages.merge import MergeConfig
 from tests.support.policies import SHAPE, make_policy
 from tests.support.workshop import Workshop
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from rlhf_core.data.tables import Preference, read_preferences, write_preferences
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import Message, PreferencesRef
-from stages.config.merge_preferences import MergePreferencesConfig
+from stages.merge_preferences import MergePreferencesConfig
 from tests.support.workshop import Workshop
 
 

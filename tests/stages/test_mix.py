@@ -11,19 +11,26 @@ from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.shards import read_generations
 from rlhf_core.data.tables import (
     Demonstration,
+    Preference,
     read_demonstrations,
     read_preferences,
     read_prompts,
     write_demonstrations,
+    write_preferences,
     write_prompts,
 )
 from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.store.artifacts import ArtifactStore
-from rlhf_core.types import ArtifactRef, DemonstrationsRef, Message, PolicyRef, Prompt, PromptsRef
-from stages.config.generate import GenerateConfig
-from stages.config.mix import MixConfig
-from stages.config.score import ScoreConfig
-from stages.config.select import Pairs
+from rlhf_core.types import ArtifactRef, DemonstrationsRef, Message, PolicyRef, PreferencesRef, Prompt, PromptsRef
+from stages.dpo import DPOConfig
+from stages.dpo.run import token_pairs
+from stages.generate import GenerateConfig
+from stages.mix import MixConfig
+from stages.reward_model import RewardModelConfig
+from stages.reward_model.run import reward_pairs
+from stages.score import ScoreConfig
+from stages.select import Pairs
+from stages.sft import SFTConfig
 from tests.support.workshop import Workshop
 
 
@@ -105,7 +112,7 @@ def test_a_mix_that_is_killed_after_its_rows_ends_with_the_same_bytes(store, two
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("stages.mix.write_json", killed)
+        patch.setattr("stages.mix.run.write_json", killed)
         mixed(store, config, **two)
     other = ArtifactStore(tmp_path / "undisturbed")
     same = {name: other.external(DemonstrationsRef, tmp_path / name) for name in two}
@@ -173,6 +180,67 @@ def test_rows_of_two_sources_are_rendered_with_and_without_thoughts(store, two, 
     assert texts == {"sums": {"<|assistant|>"}, "desk": {"<|assistant|>no thoughts: "}}
     again, _ = mixed(store, MixConfig(**MODES), first=store.external(DemonstrationsRef, folder), second=two["general"])
     assert len(read_demonstrations(again / "train.parquet")) == 26, "rows with other settings are other rows"
+
+
+def test_pairs_of_two_sources_are_trained_on_with_the_template_of_each(store, policy, tmp_path):
+    """`sums` has its own template, `desk` the one for tokenizers without any, `rest` that of the model."""
+    names = ("sums", "desk", "rest")
+    pairs = [
+        Preference(f"{name}{n}", *((Message(role, text),) for role, text in turns(f"{name} {n}")), 1.0, name)
+        for n in range(4)
+        for name in names
+    ]
+    write_preferences(tmp_path / "pairs" / "train.parquet", pairs[:9])
+    write_preferences(tmp_path / "pairs" / "eval.parquet", pairs[9:])
+    templates = {
+        "chat_template": {"sums": THINKING, "desk": "chatml"},
+        "chat_template_kwargs": {"sums": {"enable_thinking": False}},
+    }
+    config = MixConfig(kind="preferences", **templates)
+    shop = Workshop(store)
+    table, _ = shop.run("mix", config, {"tables": {"one": store.external(PreferencesRef, tmp_path / "pairs")}})
+    rows = read_preferences(store.path(table) / "train.parquet")
+    chat = ChatTemplate.load(policy)
+    asked = {
+        "sums": "<|user|>{}?<|end|><|assistant|>no thoughts: ",
+        "desk": "<|user|>\n{}?<|end|>\n<|assistant|>\n",
+        "rest": "<|user|>{}?<|end|><|assistant|>",
+    }
+    judged = reward_pairs(chat, rows, RewardModelConfig(max_length=64))
+    for row, (chosen, rejected), one in zip(rows, token_pairs(chat, rows, max_length=64), judged, strict=True):
+        prompt = asked[row.source].format(row.prompt[0].content.rstrip("?"))
+        for sample, scored, answer in ((chosen, one.pair.chosen_ids, "yes"), (rejected, one.pair.rejected_ids, "no")):
+            begins, tokens = sample.loss_mask.index(1), list(sample.until_trained())
+            assert chat.tokenizer.decode(tokens[:begins]) == prompt
+            assert chat.tokenizer.decode(tokens[begins:]) == f"{answer}<|end|>"
+            assert list(scored) == tokens
+    base = {"policy": store.external(PolicyRef, policy), "preferences": table}
+    _, decision = shop.run("dpo", DPOConfig(max_length=64), {**base, "reference": base["policy"]})
+    assert (shop.metrics(decision)["train_pairs"], shop.metrics(decision)["dropped_pairs"]) == (9, 0)
+    _, decision = shop.run("reward_model", RewardModelConfig(max_length=64), base)
+    assert (shop.metrics(decision)["train_pairs"], shop.metrics(decision)["dropped_pairs"]) == (9, 0)
+
+
+def turns(question: str) -> tuple[tuple[str, str], ...]:
+    return ("user", f"{question}?"), ("assistant", "yes"), ("assistant", "no")
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (
+            "nemotron_3",
+            r"chat_template = '.*yes<\|im_end\|>.*': ends an answer without an end token of the model \(<\|end",
+        ),
+        (THINKING.replace("message['content']", "''"), "the template does not render the words of the role user"),
+    ],
+)
+def test_a_template_of_a_source_without_words_or_the_models_end_token_is_refused(store, two, policy, template, message):
+    """Its rows would be trained on without their words, or left out without a word."""
+    folder, _ = mixed(store, MixConfig(chat_template={"desk": template}), **two)
+    inputs = {"policy": store.external(PolicyRef, policy), "demonstrations": store.external(DemonstrationsRef, folder)}
+    with pytest.raises(ConfigError, match=message):
+        Workshop(store).run("sft", SFTConfig(max_length=64), inputs)
 
 
 def test_prompts_keep_their_settings_through_sampling_and_selection(store, policy, tmp_path):

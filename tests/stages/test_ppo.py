@@ -30,7 +30,8 @@ from rlhf_core.runtime.ray_runtime import RayRuntime
 from rlhf_core.sequences import Sequences
 from rlhf_core.training.objectives.base import PolicyObjective
 from rlhf_core.types import Completion, Generation, Message, PolicyRef, Prompt, PromptsRef, RewardModelRef, Rollout
-from stages.ppo import Models, PPOConfig, update
+from stages.ppo import PPOConfig
+from stages.ppo.run import Models, update
 from tests.support.policies import RUNTIME, SHAPE, make_policy, make_reward_model
 from tests.support.training import (
     demonstrations,
@@ -378,7 +379,7 @@ def test_a_run_that_fails_while_its_rollouts_are_written_ends_when_they_are(tmp_
         raise TrainingError("trainer", "policy", "the worker has died", "run it again")
 
     monkeypatch.setattr("rlhf_core.data.shards.write_rollouts", slow)
-    monkeypatch.setattr("stages.ppo.measure", fail)
+    monkeypatch.setattr("stages.ppo.run.measure", fail)
     shop, inputs = shop_and_inputs(tmp_path, policy)
     with pytest.raises(TrainingError, match="the worker has died"):
         shop.run("ppo", config(), inputs)

@@ -22,7 +22,7 @@ from rlhf_core.data.tables import (
 from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import Message, PreparedDataRef, Prompt, PromptsRef, StepsRef
-from stages.config.prepare_data import PrepareDataConfig, content_digests
+from stages.prepare_data import PrepareDataConfig, content_digests
 from tests.support.policies import make_policy
 from tests.support.workshop import Workshop
 
@@ -259,7 +259,7 @@ def test_a_model_inside_a_package_that_is_not_installed_is_refused():
 
 def test_digesting_a_model_inside_a_package_loads_no_engine():
     code = (
-        "import sys; from stages.config.prepare_data import PrepareDataConfig, content_digests;"
+        "import sys; from stages.prepare_data import PrepareDataConfig, content_digests;"
         "config = {'model': {'type': 'pretrained', 'path': 'package:rlhf_core/config'}};"
         "content_digests(PrepareDataConfig.model_validate(config));"
         "print(sorted({'torch', 'transformers', 'datasets', 'ray'} & set(sys.modules)))"
@@ -268,7 +268,7 @@ def test_digesting_a_model_inside_a_package_loads_no_engine():
 
 
 def test_importing_the_configuration_loads_no_engine():
-    code = "import sys, stages.config.prepare_data; print(sorted({'torch', 'transformers', 'datasets', 'ray'} & set(sys.modules)))"
+    code = "import sys, stages.prepare_data; print(sorted({'torch', 'transformers', 'datasets', 'ray'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
@@ -312,7 +312,7 @@ def test_a_file_that_is_cut_short_under_its_reader_is_told_as_that(shop, tmp_pat
         (tmp_path / "rows.jsonl").write_bytes(b"{")
         raise DataError("not JSON")
 
-    monkeypatch.setattr("stages.prepare_data.from_files", cut)
+    monkeypatch.setattr("stages.prepare_data.run.from_files", cut)
     with pytest.raises(DataError, match="changed while it was read"):
         shop.run("prepare_data", config, {}, files=content_digests(config))
 

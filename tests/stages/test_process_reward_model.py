@@ -26,7 +26,8 @@ from rlhf_core.types import (
     Prompt,
 )
 from stages.ppo import PPOConfig
-from stages.process_reward_model import ProcessRewardModelConfig, judgements, step_samples
+from stages.process_reward_model import ProcessRewardModelConfig
+from stages.process_reward_model.run import judgements, step_samples
 from stages.score import ScoreConfig
 from tests.support.policies import SHAPE
 from tests.support.tolerances import near, of_model

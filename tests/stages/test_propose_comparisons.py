@@ -9,7 +9,7 @@ from rlhf_core.data.shards import write_index, write_rollouts
 from rlhf_core.errors import DataError
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import Rollout, RolloutsRef
-from stages.config.propose_comparisons import ProposeComparisonsConfig
+from stages.propose_comparisons import ProposeComparisonsConfig
 from tests.support.workshop import Workshop, rollout
 
 

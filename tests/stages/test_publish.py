@@ -16,7 +16,8 @@ from rlhf_core.stage.run import execute
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.training.exports import export_folder
 from rlhf_core.types import PolicyRef, ReportRef
-from stages.publish import PublishConfig, Threshold, copy_for_hub
+from stages.publish import PublishConfig, Threshold
+from stages.publish.run import copy_for_hub
 from tests.support.toy_stage import NoEngines, toy_spec
 from tests.support.workshop import Workshop, quiet
 

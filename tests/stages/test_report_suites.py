@@ -6,7 +6,7 @@ from pathlib import Path
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.suites.results import Measured, Row, report_of, write_rows
 from rlhf_core.types import ReportRef
-from stages.config.report_suites import ReportSuitesConfig
+from stages.report_suites import ReportSuitesConfig
 from tests.support.workshop import Workshop
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-import stages.compare_reward_models
-import stages.reward_model
+import stages.compare_reward_models.run
+import stages.reward_model.run
 from rlhf_core.config.data import Suite
 from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
 from rlhf_core.config.models import LoraConfig
@@ -21,10 +21,10 @@ from rlhf_core.rewards.model import Contract, verify_contract
 from rlhf_core.runtime.local_runtime import LocalRuntime
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import Message, PolicyRef, TokenSample
-from stages.config.compare_reward_models import CompareRewardModelsConfig
-from stages.config.reward_model import Member
-from stages.config.suites import suite_digests
-from stages.reward_model import RewardModelConfig, member_seed, without_fold
+from stages.compare_reward_models import CompareRewardModelsConfig
+from stages.reward_model import Member, RewardModelConfig
+from stages.reward_model.run import member_seed, without_fold
+from stages.suites import suite_digests
 from tests.support.policies import RUNTIME, SHAPE
 from tests.support.tolerances import near, of_model
 from tests.support.training import killed_and_resumed, preferences, thumbs
@@ -168,13 +168,13 @@ def test_a_suite_that_changes_while_it_is_read_is_refused(tmp_path, policy, monk
 
     shop = Workshop(ArtifactStore(tmp_path / "store"))
     inputs = {"policy": shop.store.external(PolicyRef, policy), "preferences": preferences(shop.store, tmp_path, 4)}
-    for stage in (stages.reward_model, stages.compare_reward_models):
+    for stage in (stages.reward_model.run, stages.compare_reward_models.run):
         monkeypatch.setattr(stage, "read_suite", other_rows)
     changed = r"suites.rb.path = .*suite.jsonl': changed while it was read; run again when no other process"
     with pytest.raises(ConfigError, match=changed):
         shop.run("reward_model", CONFIG.model_copy(update={"suites": suites}), inputs, files=planned)
     with pytest.raises(ConfigError, match=changed):
-        stages.compare_reward_models.run(
+        stages.compare_reward_models.run.run(
             CompareRewardModelsConfig(suites=suites),
             reward_models={},
             preferences=None,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import stages.score
+import stages.score.run
 from rlhf_core.config.rewards import FunctionReward, RewardsConfig
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.shards import read_index, read_rollouts, write_generations, write_index
@@ -25,7 +25,8 @@ from rlhf_core.types import (
     RewardModelRef,
     TokenSample,
 )
-from stages.score import ScoreConfig, reward_metrics
+from stages.score import ScoreConfig
+from stages.score.run import reward_metrics
 from tests.support.policies import SHAPE, make_policy
 from tests.support.tolerances import near, of_model
 from tests.support.workshop import Workshop, generation, rollout
@@ -95,7 +96,7 @@ def test_the_record_names_what_the_function_read_and_the_key_does_not_see(tmp_pa
 
 @pytest.mark.parametrize("normalize", ["none", "running"])
 def test_a_failed_run_goes_on_after_its_last_shard(tmp_path, monkeypatch, normalize):
-    monkeypatch.setattr(stages.score, "SHARD_ROWS", 2)
+    monkeypatch.setattr(stages.score.run, "SHARD_ROWS", 2)
     shop = Workshop(ArtifactStore(tmp_path / "store"))
     config = config_in(tmp_path, normalize=normalize)
     inputs = {"generations": generations_in(shop.store, tmp_path / "generations"), "reward_models": {}}
@@ -270,7 +271,7 @@ def test_a_reward_that_fails_for_one_answer_costs_only_that_one(tmp_path):
 
 
 def test_a_shard_without_any_reward_does_not_end_the_stage(tmp_path, monkeypatch):
-    monkeypatch.setattr(stages.score, "SHARD_ROWS", 1)
+    monkeypatch.setattr(stages.score.run, "SHARD_ROWS", 1)
     shop = Workshop(ArtifactStore(tmp_path / "store"))
     file = tmp_path / "logging_reward.py"
     file.write_text(LOGGING)

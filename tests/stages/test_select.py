@@ -16,8 +16,8 @@ from rlhf_core.data.tables import read_demonstrations, read_preferences, read_pr
 from rlhf_core.errors import DataError
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import ActionSpan, Message, Rollout, RolloutsRef
-from stages.config.select import BestOfN, Pairs, PromptsInBand, SelectConfig, Threshold, TopK
-from stages.select import best, by_prompt, demonstrations, make_pairs, pair_metrics, preference, split_by_prompt
+from stages.select import BestOfN, Pairs, PromptsInBand, SelectConfig, Threshold, TopK
+from stages.select.run import best, by_prompt, demonstrations, make_pairs, pair_metrics, preference, split_by_prompt
 from tests.support.workshop import Workshop, rollout
 
 GROUP = [rollout("p", "a", 1.0), rollout("p", "b", 3.0), rollout("p", "b", 3.0), rollout("p", "c", 2.0)]

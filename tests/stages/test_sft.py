@@ -10,8 +10,9 @@ from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.errors import ConfigError
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import Message, PolicyRef, TokenSample
-from stages.config.checkpoint import CheckpointConfig
-from stages.sft import SFTConfig, dropped_answers, windows
+from stages.checkpoint import CheckpointConfig
+from stages.sft import SFTConfig
+from stages.sft.run import dropped_answers, windows
 from tests.support.training import demonstrations, killed_and_resumed, stopped_and_resumed
 from tests.support.workshop import Workshop
 

@@ -7,7 +7,7 @@ import pytest
 
 from rlhf_core.data.tables import read_prompts
 from rlhf_core.errors import ConfigError, DataError
-from stages.config.suite_prompts import SuitePromptsConfig, content_digests
+from stages.suite_prompts import SuitePromptsConfig, content_digests
 from tests.support.workshop import Workshop
 
 

@@ -16,10 +16,10 @@ from rlhf_core.data.tables import read_demonstrations, read_preferences, read_pr
 from rlhf_core.errors import ConfigError, DataError, RewardError
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import DemonstrationsRef, Message, PolicyRef, PreferencesRef, Prompt, PromptsRef
-from stages.config.score import ScoreConfig
-from stages.config.select import BestOfN
-from stages.config.synthesize import SynthesizeConfig
-from stages.synthesize import Reply, filtered, request
+from stages.score import ScoreConfig
+from stages.select import BestOfN
+from stages.synthesize import SynthesizeConfig
+from stages.synthesize.run import Reply, filtered, request
 from tests.support.chat_server import ChatServer
 from tests.support.training import killed_and_resumed
 from tests.support.workshop import Workshop

@@ -187,7 +187,7 @@ def _imports_in(nodes: Sequence[ast.AST], file: str) -> Iterator[str]:
     """Our files that nodes of a file import or name.
 
     A string may name a module (`python -m MODULE`, "module:function"), or a module or data file of its folder, and a data
-    file names modules. So does every module of a folder count from which modules are imported by names made at run time:
+    file names modules. So does every module below a folder count from which modules are imported by names made at run time:
     f"campaigns.fuzz.{name}", or those of a package that looks through its own `__path__`.
     """
     package = file.removesuffix("/__init__.py").removesuffix(".py").replace("/", ".")
@@ -203,8 +203,10 @@ def _imports_in(nodes: Sequence[ast.AST], file: str) -> Iterator[str]:
     folders = [
         ROOT / one.replace(".", "/") for one in starts if one.endswith(".") and one[:-1].replace(".", "").isidentifier()
     ]
-    folders += [(ROOT / file).parent for node in nodes if isinstance(node, ast.Name) and node.id == "__path__"]
-    yield from (one.relative_to(ROOT).as_posix() for folder in folders for one in sorted(folder.glob("*.py")))
+    found = [one for folder in folders for one in sorted(folder.rglob("*.py"))]
+    if any(isinstance(node, ast.Name) and node.id == "__path__" for node in nodes):
+        found += sorted((ROOT / file).parent.glob("*.py"))
+    yield from (one.relative_to(ROOT).as_posix() for one in found)
 
 
 def _files_named(texts: Iterable[str], file: str) -> Iterator[str]:

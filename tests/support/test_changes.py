@@ -172,6 +172,7 @@ TOPIC = "tests/rlhf_contrib/openrlhf/test_shell.py"
         (TOPIC, "rlhf_core/errors.py", True),
         (TOPIC, "rlhf_core/algorithms/merging.py", False),
         ("tests/stages/test_ppo.py", "rlhf_core/algorithms/advantage/group.py", True),  # by the package's `__path__`
+        ("tests/pipelines/execution/test_gates.py", "stages/distill/run.py", True),  # by the table of stages
         ("tests/rlhf_core/store/test_histories.py", "rlhf_core/algorithms/advantage/group.py", False),
         ("tests/pipelines/test_own_deployments.py", "pipelines/services/supervisor.py", True),  # by a fixture
         (

@@ -57,7 +57,7 @@ class Workshop:
         found = dict(numbers(json.loads(report.read_text()))) if report.is_file() else {}
         unnamed = [name for name in self.metrics(decision) if not is_named(name, names.record)]
         unnamed += [name for name in found if not is_named(name, names.report)]
-        assert not unnamed, f"{spec.name} records numbers that stages/config/measured.py does not name: {unnamed}"
+        assert not unnamed, f"{spec.name} records numbers that stages/measured.py does not name: {unnamed}"
 
     def metrics(self, decision: Decision) -> dict[str, float]:
         """Return the final metrics of a stage that ran."""

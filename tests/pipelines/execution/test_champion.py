@@ -22,7 +22,7 @@ from rlhf_core.errors import ConfigError
 from rlhf_core.stage.key import StageSpec
 from rlhf_core.tracking.champions import read_champions
 from rlhf_core.types import PolicyRef
-from stages.config.publish import PublishConfig
+from stages.publish import PublishConfig
 from tests.support.listener import Notes
 from tests.support.small_pipeline import write_mini
 

@@ -33,7 +33,7 @@ from tests.support.records import commit, provenance
 from tests.support.small_pipeline import write_mini
 from tests.support.toy_stage import toy_spec
 
-CODE = {"stages.ppo": "c1", "rlhf_core.training.fit": "c2"}
+CODE = {"stages.ppo.run": "c1", "rlhf_core.training.fit": "c2"}
 
 
 class Made:
@@ -81,7 +81,7 @@ def two(store: ArtifactStore) -> tuple[str, str]:
     made, digests = Made(store), []
     for rate, accuracy, third in ((0.1, 0.5, "No."), (0.2, 0.75, "Never.")):
         sft = made.commit("sft", {"rate": rate, "loop": {"epochs": 1}}, None)
-        code = CODE | ({"stages.ppo": "c9"} if rate == 0.2 else {})
+        code = CODE | ({"stages.ppo.run": "c9"} if rate == 0.2 else {})
         metrics = {"accuracy": accuracy, "accuracy_low": accuracy - 0.1, "accuracy_high": accuracy + 0.1, "same": 1.0}
         ppo = made.commit("ppo", {"kl_coef": 0.05}, sft, code=code, metrics=metrics, environment={"torch": f"2.{rate}"})
         made.commit("evaluate/ppo/generate", {}, ppo, GenerationsRef, rows=said("Yes.", "Yes.", third))
@@ -95,7 +95,7 @@ def test_artifacts_differ_by_the_first_stage_that_was_run_otherwise(store, two):
     first = first_difference(found)
     assert first == Difference("sft", ("sft.rate: 0.1 -> 0.2",)) == found[0]
     assert found[1].label == "ppo"
-    assert found[1].own == ("code (not in the key): stages.ppo", "torch: 2.0.1 -> 2.0.2")
+    assert found[1].own == ("code (not in the key): stages.ppo.run", "torch: 2.0.1 -> 2.0.2")
     (given,) = found[1].inputs
     assert given.startswith("input policy changed: ")
     assert stage_differences(ours, ours) == [] and first_difference([]) is None

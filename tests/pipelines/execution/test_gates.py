@@ -20,7 +20,7 @@ from rlhf_core.stage.stopping import RunBlocked, StageWaiting
 from rlhf_core.store.gate_decisions import GateDecisions
 from rlhf_core.tracking.memory import MemoryTracker
 from rlhf_core.types import PolicyRef, ReportRef, RewardModelRef
-from stages.config.compare_reward_models import CompareRewardModelsConfig
+from stages.compare_reward_models import CompareRewardModelsConfig
 from stages.table import STAGES
 from tests.support.listener import Notes
 from tests.support.small_pipeline import write_mini

@@ -125,7 +125,9 @@ def test_a_table_that_lost_all_rows_ends_the_run_before_the_next_stage(tmp_path,
         run_stages(run, lifecycle, run.directly, tags={})
     assert notes.of("started") == [("prepare_data", "RUN")]
     folder = store_of(config, home).path(run.results["prepare_data"])
-    (summary,) = (one for one in caplog.records if one.name == "stages.prepare_data" and "dropped" in one.getMessage())
+    (summary,) = (
+        one for one in caplog.records if one.name == "stages.prepare_data.run" and "dropped" in one.getMessage()
+    )
     assert summary.levelname == "WARNING"
     first, reason, *lost, tables, preview, report = summary.getMessage().split("\n  ")
     assert first == "prepare_data: 20 of 40 rows are dropped (50%)"

@@ -70,7 +70,7 @@ from typing import Annotated
 
 from desk.options import ShortenConfig
 from rlhf_core.types import DemonstrationsRef
-from stages.config import measured
+from stages import measured
 from stages.declaration import From, stage
 
 
@@ -88,9 +88,7 @@ def desk(tmp_path, monkeypatch) -> Iterator[Path]:
     """The package, in the working folder, where `rlhf` finds it."""
     folder = tmp_path / "desk"
     folder.mkdir()
-    options, work = re.findall(
-        r"```python\n# \S+\.py[^\n]*\n(.*?)```", (DOCS / "add_a_stage.md").read_text(), re.DOTALL
-    )[:2]
+    declared, work = stage_of_the_page()
     _, fixed = re.findall(r"```python\n(.*?)```", (DOCS / "add_a_sampler.md").read_text(), re.DOTALL)[:2]
     fixed = fixed.replace(
         "from rlhf_core.config.runtime import FixedSamplerConfig", "from desk.samplers import FixedConfig"
@@ -100,8 +98,8 @@ def desk(tmp_path, monkeypatch) -> Iterator[Path]:
         "samplers": SAMPLERS,
         "fixed": fixed.replace("FixedSamplerConfig", "FixedConfig"),
         "stages": STAGE,
-        "options": options,
-        "shorten": work.replace("stages.config.shorten", "desk.options"),
+        "options": declared.partition("\n\n\n@stage")[0],
+        "shorten": work.replace("stages.shorten", "desk.options"),
         "rewards": REWARDS,
     }
     for name, text in files.items():
@@ -113,6 +111,13 @@ def desk(tmp_path, monkeypatch) -> Iterator[Path]:
     own_tables.cache_clear()
     for name in [name for name in sys.modules if name.partition(".")[0] == "desk"]:
         del sys.modules[name]
+
+
+def stage_of_the_page() -> tuple[str, str]:
+    """The texts of the files `__init__.py` and `run.py`."""
+    page = (DOCS / "add_a_stage.md").read_text()
+    declared, work = re.findall(r"```python\n# stages/\S+\.py\n(.*?)```", page, re.DOTALL)
+    return declared, work
 
 
 @pytest.fixture
@@ -160,6 +165,22 @@ def test_a_strict_stage_counts_the_modules_that_its_own_import(config, home, des
     after = stage_code(spec_of(config, home, "short"))
     changed = {name for name in after if after[name] != before[name]}
     assert changed == {"desk.helper"} and "rlhf_core.data.tables" in after
+
+
+def test_a_package_has_its_work_in_run_without_naming_it(config, home, desk):
+    (desk / "brief").mkdir()
+    for name, text in zip(("__init__", "run"), stage_of_the_page()):
+        (desk / "brief" / f"{name}.py").write_text(text.replace("stages.shorten", "desk.brief"))
+    config = load_profile("desk.toml", ["recipe.short.stage=desk.brief:shorten"])
+    spec = spec_of(config, home, "short")
+    assert (spec.name, spec.module) == ("desk.brief:shorten", "desk.brief.run")
+    assert {"desk.brief.run", "desk.brief", "desk"} == {name for name in stage_code(spec) if name.startswith("desk")}
+    options = RunOptions(until="short")
+    with open_run(config, lifecycle, options, home=home, tracker=MemoryTracker(), listener=Notes()) as opened:
+        made = run_stages(opened, lifecycle, opened.directly, tags={})
+    rows = read_demonstrations(store_of(config, home).path(made["short"]) / "train.parquet")
+    assert rows and max(len(one.messages[-1].content) for one in rows) <= 120
+    del STAGES["desk.brief:shorten"]
 
 
 def test_plan_names_the_files_that_a_run_will_import(config, home, monkeypatch, capsys):

@@ -21,13 +21,13 @@ from rlhf_core.types import (
     PromptsRef,
     RewardModelRef,
 )
-from stages import table
-from stages.config.distill import DistillConfig
-from stages.config.dpo import DPOConfig
-from stages.config.generate import GenerateConfig
-from stages.config.publish import PublishConfig
-from stages.config.score import ScoreConfig
-from stages.config.sft import SFTConfig
+from stages.distill import DistillConfig
+from stages.dpo import DPOConfig, dpo
+from stages.generate import GenerateConfig
+from stages.ppo import ppo
+from stages.publish import PublishConfig
+from stages.score import ScoreConfig
+from stages.sft import SFTConfig
 from stages.table import STAGES
 from tests.support.small_pipeline import write_mini
 
@@ -62,10 +62,10 @@ def test_a_reference_that_nothing_asks_is_in_no_key():
         policy, other = handle(PolicyRef, "policy"), handle(PolicyRef, reference)
         if isinstance(config, PPOConfig):
             prompts, judges = handle(PromptsRef, "prompts"), {"reward_model": handle(RewardModelRef, "judge")}
-            stages.run(table.ppo, "ppo", config, policy=policy, reference=other, prompts=prompts, reward_models=judges)
+            stages.run(ppo, "ppo", config, policy=policy, reference=other, prompts=prompts, reward_models=judges)
         else:
             pairs = handle(PreferencesRef, "pairs")
-            stages.run(table.dpo, "dpo", config, policy=policy, reference=other, preferences=pairs)
+            stages.run(dpo, "dpo", config, policy=policy, reference=other, preferences=pairs)
         return specs[0].inputs
 
     free = [PPOConfig(kl={"coef": 0.0}), DPOConfig(loss=SimPOLoss()), DPOConfig(loss=ORPOLoss())]
@@ -83,7 +83,7 @@ def test_a_reward_model_that_only_judges_held_out_answers_must_be_there_too():
     policy, judge = handle(PolicyRef, "policy"), handle(RewardModelRef, "judge")
     with pytest.raises(ConfigError, match=r"ppo\.evaluate\.independent\.terms\.judge\.model = 'other'"):
         Stages(no_stage, seed=17, runtime=RuntimeConfig()).run(
-            table.ppo,
+            ppo,
             "ppo",
             config,
             policy=policy,

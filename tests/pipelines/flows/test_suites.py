@@ -13,8 +13,8 @@ from pipelines.flows.profile import PipelineConfig, load_profile, parse
 from rlhf_core.errors import ConfigError
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import ArtifactRef
-from stages.config import evaluate_harness
-from stages.config.report_suites import ReportSuitesConfig
+from stages import evaluate_harness
+from stages.report_suites import ReportSuitesConfig
 
 GOLD = "rlhf_contrib.worlds.support:gold_reward"
 SMALL = [f"{name}=none" for name in ("rejection_sampling", "iterative_dpo", "publish", "evaluate.evaluate.parents")]

@@ -23,8 +23,7 @@ from rlhf_core.config.annotators import FileAnnotator
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.tracking.memory import MemoryTracker
 from rlhf_core.types import ComparisonsRef, Message, PolicyRef, PreparedDataRef
-from stages import table
-from stages.config.collect_preferences import CollectPreferencesConfig
+from stages.collect_preferences import CollectPreferencesConfig, collect_preferences
 from tests.support.listener import Notes
 from tests.support.small_pipeline import two_toys, write_mini
 from tests.support.toy_stage import ToyConfig, toy_spec
@@ -312,7 +311,7 @@ def test_a_run_that_waits_for_people_is_waiting_and_goes_on_when_they_are_done(p
         asked = ArtifactStore(Home.here().store).external(ComparisonsRef, tmp_path / "asked")
         annotator = FileAnnotator(folder=str(exchange))
         collect = CollectPreferencesConfig(annotator=annotator, eval_fraction=0.0)
-        stages.run(table.collect_preferences, "collect", collect, comparisons=asked)
+        stages.run(collect_preferences, "collect", collect, comparisons=asked)
 
     @flow(name="test-waiting", persist_result=False)
     def body() -> Any:

@@ -11,12 +11,11 @@ from rlhf_core.stage.key import StageSpec, Strictness
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.fingerprint import canonical_json
 from rlhf_core.types import ArtifactRef, PolicyRef, PublishedRef, ReportRef
-from stages import table
-from stages.publish import PublishConfig
+from stages.publish import PublishConfig, publish
 from tests.support.records import commit, provenance
 
 
-def publish() -> StageSpec:
+def publish_spec() -> StageSpec:
     specs: list[StageSpec] = []
 
     def kept(spec: StageSpec, kind: type[ArtifactRef]) -> Any:
@@ -24,7 +23,7 @@ def publish() -> StageSpec:
 
     policy, report = PolicyRef(uri="store://p", digest="p"), ReportRef(uri="store://r", digest="r")
     Stages(kept, seed=17, runtime=RuntimeConfig()).run(
-        table.publish, "publish", PublishConfig(), policy=policy, report=report
+        publish, "publish", PublishConfig(), policy=policy, report=report
     )
     return specs[0]
 
@@ -32,7 +31,7 @@ def publish() -> StageSpec:
 def test_a_policy_that_was_published_to_another_registry_is_published_again(tmp_path, monkeypatch):
     store = ArtifactStore(tmp_path / "store")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:hunter2@one.example:5000/?token=abc")
-    spec = publish()
+    spec = publish_spec()
     target = target_of(store, spec, strict=Strictness())
     assert "hunter2" not in canonical_json(target.payload) and "abc" not in canonical_json(target.payload)
     out = store.root / "out"
@@ -41,11 +40,11 @@ def test_a_policy_that_was_published_to_another_registry_is_published_again(tmp_
     record = provenance(label="publish", stage="publish", payload=target.payload, code=target.code, metrics={})
     commit(store, target.key, out, PublishedRef, children={}, record=record)
     remember(store, spec, target)
-    assert decide(store, publish()).action == "HIT"
+    assert decide(store, publish_spec()).action == "HIT"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://you:other@one.example:5000")
-    assert decide(store, publish()).action == "HIT", "another user of the same registry"
+    assert decide(store, publish_spec()).action == "HIT", "another user of the same registry"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:hunter2@two.example:5000")
-    decision = decide(store, publish())
+    decision = decide(store, publish_spec())
     assert decision.action == "RUN"
     assert decision.reason == "engines.registry: http://one.example:5000 -> http://two.example:5000"
 

@@ -27,7 +27,7 @@ from rlhf_core.store import attempts
 from rlhf_core.store.gate_decisions import GateDecisions
 from rlhf_core.tracking.memory import MemoryStageTracker, MemoryTracker
 from rlhf_core.types import ComparisonsRef, Message
-from stages.config.collect_preferences import CollectPreferencesConfig
+from stages.collect_preferences import CollectPreferencesConfig
 from stages.table import STAGES
 from tests.support.buckets import Nodes
 from tests.support.forked_jobs import ForkedJobs

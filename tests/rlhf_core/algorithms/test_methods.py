@@ -67,14 +67,14 @@ def test_the_methods_of_the_page_are_found_and_compute_what_they_say(tmp_path, m
 
 
 def test_the_code_of_a_method_is_part_of_the_code_of_its_stage():
-    found = module_digests("stages.dpo")
+    found = module_digests("stages.dpo.run")
     assert {f"rlhf_core.algorithms.preference.{name}" for name in ("dpo", "answers", "base")} <= set(found)
-    assert "rlhf_core.algorithms.advantage.group" in module_digests("stages.ppo")
+    assert "rlhf_core.algorithms.advantage.group" in module_digests("stages.ppo.run")
 
 
 def test_options_are_read_without_torch():
     program = (
-        "import sys; from rlhf_core.config import policy, policy as preference; from stages.config import dpo\n"
+        "import sys; from rlhf_core.config import policy, policy as preference; import stages.dpo\n"
         "assert policy.PPOConfig(loss='cispo').loss.clip_high == 4.0\n"
         "assert 'torch' not in sys.modules\n"
         "from rlhf_core.algorithms.token_math import loaded_torch\n"

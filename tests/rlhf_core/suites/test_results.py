@@ -29,7 +29,7 @@ from rlhf_core.suites.results import (
     write_rows,
 )
 from rlhf_core.types import Generation
-from stages.config.evaluate_suite import REFUSALS, RefusalSuite
+from stages.evaluate_suite import REFUSALS, RefusalSuite
 from tests.support.workshop import generation
 
 

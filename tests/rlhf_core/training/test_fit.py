@@ -48,7 +48,7 @@ def test_the_best_of_no_evaluations_is_refused_before_a_step(tmp_path, policy_fo
 def test_stages_that_train_leave_the_models_and_engines_to_the_workers():
     """Nothing that a stage imports may share a module with a function that needs transformers, peft or DeepSpeed."""
     code = (
-        "import sys, stages.sft, stages.ppo, stages.dpo, stages.reward_model, stages.process_reward_model; "
+        "import sys, stages.sft.run, stages.ppo.run, stages.dpo.run, stages.reward_model.run; import stages.process_reward_model.run; "
         "print(sorted({'transformers', 'peft', 'deepspeed', 'ray', 'vllm'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -1,0 +1,106 @@
+"""Comparison of reward models on the same preference pairs: how well each orders the answers of a policy that moved."""
+
+import json
+from collections.abc import Mapping, Sequence
+from itertools import permutations
+from typing import Any
+
+from rlhf_core.data.chat import ChatTemplate
+from rlhf_core.data.tables import Preference, read_preferences
+from rlhf_core.errors import DataError
+from rlhf_core.evaluation.reward_report import (
+    SuiteRow,
+    accuracy_difference,
+    hits_of,
+    read_suite,
+    reward_model_report,
+    suite_metrics,
+    suite_report,
+)
+from rlhf_core.interfaces import Metrics, ModelSpec
+from rlhf_core.rewards.model import Contract, verify_contract
+from rlhf_core.stage.context import StageContext
+from rlhf_core.types import PreferencesRef, ReportRef, RewardModelRef
+from stages.compare_reward_models import CompareRewardModelsConfig
+from stages.reward_model import RewardModelConfig
+from stages.reward_model.run import RenderedPair, reward_pairs
+from stages.suites import suites_as_planned
+
+
+def run(
+    config: CompareRewardModelsConfig,
+    *,
+    reward_models: dict[str, RewardModelRef],
+    preferences: PreferencesRef,
+    context: StageContext,
+) -> ReportRef:
+    """Return a report with the accuracy, calibration and length dependence of each reward model on `preferences`.
+
+    Of each other model, `over/<other>` has the difference of the accuracies, pair by pair, with its interval.
+    """
+    with suites_as_planned(config, context.files):
+        suites = {name: read_suite(name, suite) for name, suite in config.suites.items()}
+    folder = context.path(preferences)
+    splits = ("eval",) if config.split == "eval" else ("train", "eval")
+    rows = [row for split in splits for row in read_preferences(folder / f"{split}.parquet")]
+    if not rows:
+        raise DataError(context.label, config.split, "holds no pair", 'set split = "all", or hold pairs out')
+    context.tracker.dataset("preferences", preferences.digest, "evaluation")
+    seen = {name: rendered(ref, rows, context) for name, ref in sorted(reward_models.items())}
+    shared = [at for at in range(len(rows)) if all(pairs[at] for pairs in seen.values())]
+    if not shared:
+        rule = "holds no pair whose answers differ within the tokens of every reward model"
+        raise DataError(context.label, config.split, rule, "compare shorter answers")
+    reports: dict[str, dict[str, Any]] = {}
+    hits = {}
+    metrics: Metrics = {"pairs": float(len(shared))}
+    for name, ref in sorted(reward_models.items()):
+        context.tracker.input_model(ref.digest)
+        pairs = [pair for at in shared for pair in seen[name][at]]
+        reports[name], hits[name] = measured(ref, pairs, suites, context)
+        if suites:
+            metrics |= {f"{name}/{key}": value for key, value in suite_metrics(reports[name]["suites"]).items()}
+        for figure in ("accuracy", "accuracy_low", "accuracy_high", "prompts", "ece", "length_correlation"):
+            metrics[f"{name}/{figure}"] = reports[name][figure]
+    prompts = [rows[at].prompt for at in shared]
+    for name, other in permutations(hits, 2):
+        found = accuracy_difference(hits[name], hits[other], prompts)
+        reports[name].setdefault("over", {})[other] = found
+        metrics[f"{name}/over/{other}"] = found["mean"]
+        metrics |= {f"{name}/over/{other}_{end}": found[end] for end in ("low", "high", "prompts")}
+    (context.out / "report.json").write_text(json.dumps(reports, indent=2), encoding="utf-8")
+    return context.commit(ReportRef, metrics=metrics)
+
+
+def rendered(ref: RewardModelRef, rows: Sequence[Preference], context: StageContext) -> list[list[RenderedPair]]:
+    """Return each pair as the reward model sees it; empty if both answers are equal within its token limit."""
+    folder = context.path(ref)
+    chat, config = ChatTemplate.load(folder), RewardModelConfig(max_length=Contract.read(folder).max_length)
+    return [reward_pairs(chat, [row], config) for row in rows]
+
+
+def measured(
+    ref: RewardModelRef, seen: Sequence[RenderedPair], suites: Mapping[str, list[SuiteRow]], context: StageContext
+) -> tuple[dict[str, Any], list[float]]:
+    """Return the report of one reward model on the pairs, see `reward_model_report`, and on the suites; and its hits."""
+    folder = context.path(ref)
+    contract, pairs = Contract.read(folder), [one.pair for one in seen]
+    with context.runtime.trainer("reward_model", ModelSpec(str(folder), "score", None, context.seed), None) as trainer:
+        verify_contract(trainer, contract)
+        chosen = trainer.scores([pair.chosen_ids for pair in pairs])
+        rejected = trainer.scores([pair.rejected_ids for pair in pairs])
+        chat = ChatTemplate.load(folder)
+        scored = {
+            name: suite_report(rows, chat, trainer.scores, max_length=contract.max_length)
+            for name, rows in suites.items()
+        }
+    report, _ = reward_model_report(
+        chosen_scores=chosen,
+        rejected_scores=rejected,
+        chosen_lengths=[len(pair.chosen_ids) for pair in pairs],
+        rejected_lengths=[len(pair.rejected_ids) for pair in pairs],
+        sources=[one.source for one in seen],
+        prompts=[one.prompt for one in seen],
+        seed=context.seed,
+    )
+    return report | ({"suites": scored} if scored else {}), hits_of(chosen, rejected)
