@@ -142,8 +142,6 @@ def run(
     await_decision(context)
     with ExitStack() as leases:
         folder = context.path(policy)
-        if config.router_replay:
-            check_router_replay(folder, key=f"{context.label}.router_replay")
         chat = ChatTemplate.load(folder)
         rows, held_out = split_prompts(
             config, ordered_prompts(config, context.path(prompts), key=context.label), key=context.label
@@ -165,8 +163,7 @@ def run(
         guard = open_guard(config, models, sampler, chat, held_out, reward_models, environments, context, leases)
         ends = tuple(stop_token_ids(folder, tokenizer_eos=chat.eos_id))
         exports = Exports(config.exported_steps, context.work)
-        kl = kl_controller(coef=config.kl.coef, target=config.kl.target, horizon=config.kl.horizon)
-        state = TrainingState(models, sampler, band, kl)
+        state = TrainingState(models, sampler, band, kl_controller(config.kl.coef, config.kl.target, config.kl.horizon))
         first, metrics = start_or_resume(config, state, guard, context)
         for step in guard.steps(first):
             began = time.perf_counter()
@@ -204,8 +201,10 @@ def lease_models(
     """Lease the engines: the value model starts from `critic`, else from a reward model if there is one, else from the policy."""
     weighted = config.distill.teachers if config.distill else {}
     taught = {name: teacher_spec(name, teachers, policy, context) for name in weighted}
-    folder = str(context.path(policy))
-    actor = ModelSpec(path=folder, head="lm", lora=config.lora, seed=context.seed)
+    folder = context.path(policy)
+    if config.router_replay:
+        check_router_replay(folder, key=f"{context.label}.router_replay")
+    actor = ModelSpec(path=str(folder), head="lm", lora=config.lora, seed=context.seed)
     value_model: Trainer | None = None
     frozen: Trainer | MovingReference | AdaptersOff | None = None
     if config.uses_values:

@@ -564,7 +564,7 @@ def hidden_states(model: nn.Module, batch: TokenBatch) -> Tensor:
     replay_experts(backbone, experts_BLW)
     # The logits of routers are needed in the rows of the batch, and each sample may go to experts of its own.
     shared = None
-    if routing is experts_BLW is None and rules.keeps_apart and len(batch.rows) > 1:
+    if routing is None and experts_BLW is None and rules.keeps_apart and len(batch.rows) > 1:
         shared = shared_rows(batch, prefixes_of=rules.prefix_width)
     ids_BL, positions_BL = batch.token_ids_BL, batch.position_ids_BL
     if shared is not None:

@@ -39,6 +39,6 @@ def unpack(packed: PackedCompletions) -> list[Completion]:
     ids, values, chosen = Column[int]("i", token_ids), Column[float]("f", logprobs), Column[int]("h", experts)
     spans = (pairwise(offsets_of(each).tolist()) for each in (lengths, counts))
     return [
-        Completion(ids[start:end], values[start:end], *rest, routed_experts=chosen[first:last])
+        Completion(ids[start:end], values[start:end], *(*rest, chosen[first:last]))
         for (start, end), (first, last), rest in zip(*spans, others, strict=True)
     ]
