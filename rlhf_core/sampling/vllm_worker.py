@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from collections.abc import Mapping
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -74,11 +73,10 @@ class WeightReload:
 
         def execute_and_record(scheduled: Any, *arguments: Any) -> Any:
             result, batch = execute(scheduled, *arguments), runner.input_batch
-            ends = list(accumulate(scheduled.num_scheduled_tokens[name] for name in batch.req_ids))
-            experts_TJK = capturer.snapshot_routing_data(ends[-1] if ends else 0).numpy()
-            parts = np.split(experts_TJK, ends[:-1]) if ends else []
+            counts = [scheduled.num_scheduled_tokens[name] for name in batch.req_ids]
+            parts = capturer.snapshot_routing_data(sum(counts)).split(counts)
             for name, start, part in zip(batch.req_ids, batch.num_computed_tokens_cpu, parts, strict=False):
-                self._experts[name.rpartition("-")[0]].append((int(start), part))  # vLLM adds "-" and a number
+                self._experts[name.rpartition("-")[0]].append((int(start), part.numpy()))  # vLLM adds "-" and a number
             return result
 
         runner.execute_model = execute_and_record

@@ -95,8 +95,6 @@ def test_the_experts_of_answers_are_one_row_per_token_and_those_without_a_record
     assert made.select([1, 0]).fields[ROUTED_EXPERTS][3:].tolist() == [[3, 0], [1, 2], [-1, -1]]
     padded_BLW = collate(made, pad_id=0, pack_to=8).fields[ROUTED_EXPERTS]
     assert padded_BLW.tolist() == [experts.tolist()]
-    assert collate(made.select([0, 1]), pad_id=0).fields[ROUTED_EXPERTS].shape == (2, 3, 2)
-    assert ROUTED_EXPERTS not in Sequences.of_answers([Generation(prompt, (1,), plain)]).fields
 
 
 def test_pickle_moves_every_array_as_a_buffer():

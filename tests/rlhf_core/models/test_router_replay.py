@@ -21,20 +21,25 @@ from rlhf_core.sequences import ROUTED_EXPERTS
 from rlhf_core.types import SamplingRequest, TokenSample
 from tests.rlhf_core.models.conftest import loaded
 
-SMALL = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
-LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "flex_olmo": {"num_experts": 5, "num_experts_per_tok": 2},
-    "olmoe": {"num_experts": 5, "num_experts_per_tok": 2},
-    "qwen2_moe": {"num_experts": 5, **SMALL, "shared_expert_intermediate_size": 16},
-    "qwen3_moe": {"num_experts": 5, **SMALL, "norm_topk_prob": True},
-    "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
-    "gpt_oss": {"num_local_experts": 5, "num_experts_per_tok": 2, "layer_types": ["full_attention"] * 2},
-    "glm4_moe": {"n_routed_experts": 5, **SMALL, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
-    "deepseek_v3": {"n_routed_experts": 5, **SMALL, **LATENT, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
-    | {"num_key_value_heads": 4},
-}
 EXPERTS = 5
+OPTIONS: dict[str, Any] = {
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), EXPERTS),
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "norm_topk_prob": True,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "layer_types": ["full_attention"] * 2,
+    "num_key_value_heads": 4,
+}
+"""Of all families; each reads some of them."""
 # Of unequal first tokens, so that no rows are shared.
 BATCH = collate(
     [TokenSample((9, 5, 7, 31, 8, 40), (0, 0, 1, 1, 1, 1)), TokenSample((6, 50, 3, 2, 9), (0, 1, 1, 1, 1))], pad_id=0
@@ -64,10 +69,10 @@ def others(experts: Tensor) -> Tensor:
 @torch.no_grad()
 @pytest.mark.parametrize("family", sorted(WEIGHTS))
 def test_the_own_choice_changes_nothing_and_another_one_does(family, made):
-    model = opened(made(family, **FAMILIES[family]), family)
+    model = opened(made(family, **OPTIONS), family)
     experts, plain = recorded(model), logprobs(model)
     assert experts.dtype == torch.int16 and experts.shape == (2, 6, 2 * 2)  # two layers, two experts in each
-    dense = "first_k_dense_replace" in FAMILIES[family]
+    dense = family in ("deepseek_v3", "glm4_moe")
     assert (experts[..., :2] == -1).all() == dense and (experts[..., 2:] >= 0).all()
     assert torch.equal(logprobs(model, experts=experts), plain)
     assert torch.equal(logprobs(model, experts=torch.full_like(experts, -1)), plain)
@@ -101,7 +106,7 @@ def gradients(model: Any, experts: Tensor | None) -> dict[str, Tensor]:
 
 
 def test_layers_that_are_computed_again_get_the_same_experts_and_routers_learn(made):
-    folder = made("qwen3_moe", **FAMILIES["qwen3_moe"])
+    folder = made("qwen3_moe", **OPTIONS)
     model = opened(folder, "qwen3_moe")
     experts = others(recorded(model))
     whole, own = gradients(model, experts), gradients(model, None)
@@ -116,16 +121,16 @@ def test_models_that_cannot_replay_are_refused(made, tiny_llama):
     rule = r"ppo\.router_replay = True: a model of type llama has no experts.*; set it to false, or train one of deepseek_v3"
     with pytest.raises(ConfigError, match=rule):
         check_router_replay(tiny_llama, key="ppo.router_replay")
-    check_router_replay(made("mixtral", **FAMILIES["mixtral"]), key="ppo.router_replay")
-    dense = loaded(made("qwen3_moe", **FAMILIES["qwen3_moe"], mlp_only_layers=[0, 1])).model
+    check_router_replay(made("mixtral", **OPTIONS), key="ppo.router_replay")
+    dense = loaded(made("qwen3_moe", **OPTIONS, mlp_only_layers=[0, 1])).model
     with pytest.raises(ConfigError, match="Qwen3MoeModel: none of its layers has experts"):
         replay_experts(dense, torch.zeros(1, 2, 4))
     with pytest.raises(ConfigError, match="the sampler recorded 6 experts of each token, and the model has 4"):
-        replay_experts(loaded(made("olmoe", **FAMILIES["olmoe"])).model, torch.zeros(1, 2, 6))
+        replay_experts(loaded(made("olmoe", **OPTIONS)).model, torch.zeros(1, 2, 6))
 
 
 def test_the_transformers_sampler_records_every_token_that_it_computes_where_it_is_asked_to(made):
-    folder = made("qwen3_moe", **FAMILIES["qwen3_moe"])
+    folder = made("qwen3_moe", **OPTIONS)
     requests = [SamplingRequest(tuple(range(10, 13 + at)), seed=at, routed_experts=at != 2) for at in range(4)]
     completions = HFSampler(folder, HFSamplerConfig()).generate(requests, SamplingConfig(max_tokens=5))
     model = loaded(folder)
@@ -140,9 +145,3 @@ def test_the_transformers_sampler_records_every_token_that_it_computes_where_it_
         found = np.asarray(one.routed_experts.data).reshape(len(tokens), 4)
         assert found[:-1].tolist() == own[:-1].tolist()
         assert found[-1].tolist() == [-1] * 4  # it was drawn and not read
-
-
-def test_a_sampler_without_experts_says_so(tiny_llama):
-    request = SamplingRequest((10, 11), seed=1, routed_experts=True)
-    with pytest.raises(ConfigError, match="a model of type llama has no experts"):
-        HFSampler(tiny_llama, HFSamplerConfig()).generate([request], SamplingConfig(max_tokens=2))
