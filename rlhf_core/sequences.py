@@ -20,11 +20,14 @@ from rlhf_core.columns import Column
 from rlhf_core.errors import DataError
 
 Indices: TypeAlias = Sequence[int] | NDArray[np.int64]
+ROUTED_EXPERTS = "routed_experts"
+"""The only field that is not float32: the experts of each token in all layers, int16 [S, layers * experts per token], and
+-1 where the sampler recorded none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Sequences:
-    """N sequences: token ids, the mask of trained tokens, and further float32 values of every token by name.
+    """N sequences: token ids, the mask of trained tokens, and further values of every token by name.
 
     >>> two = Sequences.from_token_ids([(5, 7, 2), (4,)])
     >>> two.token_ids.tolist(), two.offsets.tolist(), two.select([1, 0]).token_ids.tolist()
@@ -37,8 +40,9 @@ class Sequences:
     """[S], 1 for a trained token: one that the policy sampled, or one of a demonstration's answer."""
     offsets: NDArray[np.int64]
     """[N + 1]"""
-    fields: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
-    """Name -> [S]: `rollout_logprobs`, `old_logprobs`, `ref_logprobs`, `old_values`, `advantages`, `returns`, `labels`."""
+    fields: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    """Name -> float32 [S]: `rollout_logprobs`, `old_logprobs`, `ref_logprobs`, `old_values`, `advantages`, `returns`,
+    `labels`; and `routed_experts`."""
 
     def __post_init__(self) -> None:
         counts = {"token_ids": len(self.token_ids), "loss_mask": len(self.loss_mask)}
@@ -75,7 +79,7 @@ class Sequences:
     def of_answers(cls, answers: Sequence[Any]) -> Sequences:
         """Concatenate the prompts and completions of generations or rollouts.
 
-        The mask has the sampled tokens, and the field is `rollout_logprobs`.
+        The mask has the sampled tokens, and the field is `rollout_logprobs`; also `routed_experts` if any were recorded.
         """
         completions = [one.completion for one in answers]
         parts = [part for one in answers for part in (one.prompt_ids, one.completion.token_ids)]
@@ -87,7 +91,10 @@ class Sequences:
         for start, one in zip(bounds[1::2].tolist(), completions, strict=True):
             if one.spans:  # an environment has written some of it
                 loss_mask[start : start + len(one.token_ids)] = one.action_mask.data
-        return cls(token_ids, loss_mask, bounds[::2].copy(), {"rollout_logprobs": logprobs})
+        fields: dict[str, NDArray[Any]] = {"rollout_logprobs": logprobs}
+        if any(one.routed_experts for one in completions):
+            fields[ROUTED_EXPERTS] = _routed_experts(completions, bounds[::2])
+        return cls(token_ids, loss_mask, bounds[::2].copy(), fields)
 
     @classmethod
     def of_arrays(cls, arrays: Sequence[NDArray[Any]], names: Sequence[str]) -> Sequences:
@@ -122,7 +129,7 @@ class Sequences:
         fields = {name: copy(values_S) for name, values_S in self.fields.items()}
         return Sequences(copy(self.token_ids), copy(self.loss_mask), offsets_of(self.lengths[numbers]), fields)
 
-    def with_fields(self, **added: NDArray[np.float32]) -> Sequences:
+    def with_fields(self, **added: NDArray[Any]) -> Sequences:
         """The same sequences with more fields [S]."""
         return replace(self, fields={**self.fields, **added})
 
@@ -168,6 +175,16 @@ def copy_rows(values_S: NDArray[Any], offsets: NDArray[np.int64], rows: NDArray[
     """Copy the values of the rows of these numbers, in this order. Negative numbers count from the end, as in a list."""
     spans = map(slice, offsets[:-1][rows].tolist(), offsets[1:][rows].tolist())
     return np.concatenate([values_S[:0], *map(values_S.__getitem__, spans)])
+
+
+def _routed_experts(completions: Sequence[Any], offsets: NDArray[np.int64]) -> NDArray[np.int16]:
+    """The experts of the tokens of prompts and completions [S, W], -1 for those of completions without a record."""
+    rows = [
+        np.asarray(one.routed_experts.data).reshape(length, -1)
+        for one, length in zip(completions, np.diff(offsets).tolist(), strict=True)
+    ]
+    width = max(row.shape[1] for row in rows)
+    return np.concatenate([row if row.size else np.full((len(row), width), -1, np.int16) for row in rows])
 
 
 def join_rows(kind: str, rows: Sequence[Any]) -> tuple[NDArray[Any], list[int]]:

@@ -32,6 +32,8 @@ CHAMPION = "champion"
 FEWEST_PROMPTS = 6
 """The fewest prompts that can show anything at 95 %: n of n in one direction have p = 2 * 0.5^n, below 0.05 from 6 on."""
 FinishReason: TypeAlias = Literal["stop", "length"]
+NO_EXPERTS = Column[int]("h", ())
+"""The record of a completion whose experts were not recorded."""
 T = TypeVar("T")
 
 
@@ -172,12 +174,14 @@ class Prompt:
 class SamplingRequest:
     """A request for one completion: the rendered prompt and the seed of this sample alone.
 
-    `max_tokens` lowers the limit of the sampling configuration; 0 keeps it.
+    `max_tokens` lowers the limit of the sampling configuration; 0 keeps it. With `routed_experts` the completion records
+    the experts of its tokens.
     """
 
     prompt_ids: Column[int]
     seed: int
     max_tokens: int = 0
+    routed_experts: bool = False
 
     def __post_init__(self) -> None:
         hold(self, prompt_ids="i")
@@ -209,7 +213,8 @@ class Completion:
     tokens; all others come from an environment and have log-probability 0. Without spans all tokens were sampled, by
     `policy_version`. `failure` is the reason why an episode could not finish; it is counted and never trained on. `extras` are
     metrics that an environment reports. `score` is an agent's score of the episode besides its reward, None if it gives
-    none; it decides whether dynamic sampling keeps the prompt.
+    none; it decides whether dynamic sampling keeps the prompt. `routed_experts`, if recorded, are the experts of the prompt's
+    tokens and of these, layer by layer and int16: the same number for each token, and -1 where there is no record.
     """
 
     token_ids: Column[int]
@@ -222,9 +227,10 @@ class Completion:
     failure: str = ""
     extras: dict[str, float] = field(default_factory=dict)
     score: float | None = None
+    routed_experts: Column[int] = NO_EXPERTS
 
     def __post_init__(self) -> None:
-        hold(self, token_ids="i", logprobs="f")
+        hold(self, token_ids="i", logprobs="f", routed_experts="h")
         if len(self.token_ids.data) != len(self.logprobs.data):
             raise ValueError(f"{len(self.token_ids)} tokens but {len(self.logprobs)} logprobs; each token needs one")
         if not self.spans:

@@ -108,6 +108,8 @@ class Stages:
         self._check_reward_models(path, config, inputs)
         self._check_episodes(path, config)
         self._check_lora(path, stage, config)
+        if getattr(config, "router_replay", False):
+            self.runtime.check_router_replay(f"{path}.router_replay")
         files |= agent_digests(config, path)
         configured = keyed(self.runtime)
         engines: dict[str, Any] = {engine: configured[engine] for engine in stage.engines if engine != "registry"}

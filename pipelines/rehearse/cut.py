@@ -148,6 +148,7 @@ def cut_vllm(config: VllmSamplerConfig) -> Changes:
         "dtype": "float32",
         "enforce_eager": True,
         "sleep": False,
+        "routed_experts": False,
     }
     return {**one, **lower(config, max_num_seqs=16, kv_cache_gib=0.25)}
 
@@ -185,6 +186,7 @@ def cut_policy_optimization(config: PPOConfig) -> Changes:
         "steps": steps,
         "samples_per_prompt": samples,
         "checkpoint_every": 1,
+        "router_replay": False,
     }
     found |= lower(
         config,

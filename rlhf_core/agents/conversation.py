@@ -252,7 +252,7 @@ class Transcript:
 
     >>> text = Transcript(ids((1, 2)), seed=7, limit=10)
     >>> text.request(4)
-    SamplingRequest(prompt_ids=(1, 2), seed=7, max_tokens=4)
+    SamplingRequest(prompt_ids=(1, 2), seed=7, max_tokens=4, routed_experts=False)
     """
 
     def __init__(self, prompt_ids: Column[int], *, seed: int, limit: int) -> None:

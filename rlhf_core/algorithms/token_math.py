@@ -189,6 +189,11 @@ class AdaptiveKL:
         return replace(self, coef=self.coef * (1 + error * samples / self.horizon))  # arXiv 1909.08593 section 2.2
 
 
+def kl_controller(coef: float, target: float, horizon: float) -> FixedKL | AdaptiveKL:
+    """The controller that adapts `coef` to hold `target`, or one that keeps it for a target of 0."""
+    return AdaptiveKL(coef=coef, target=target, horizon=horizon) if target > 0 else FixedKL(coef=coef)
+
+
 # ---------------------------------------------------------------- divergence of sampled tokens
 
 Divergence: TypeAlias = Literal["tv", "kl"]

@@ -236,6 +236,10 @@ class BaseSamplerConfig(Config):
         """Return the resources that the sampler needs: by default one process that gets weights through host memory."""
         return EngineNeeds()
 
+    def records_experts(self) -> bool:
+        """Whether completions have the `routed_experts` that a request asks for, which `ppo.router_replay` needs."""
+        return False
+
 
 def check_lora_sync(lora: LoraConfig | None, *, key: str) -> None:
     """Raise ConfigError for adapters that a sampler cannot be sent alone (`lora_sync = "adapter"`).

@@ -218,6 +218,8 @@ class PPOConfig(AgentsBySource, RenamedConfig):
     advantage: Advantage = GAEAdvantage()
     loss: PolicyLoss = ClipLoss()
     correction: CorrectionConfig = CorrectionConfig()
+    router_replay: bool = added_option(False)
+    """Whether the trainer sends tokens to the experts that the sampler chose (R3, arXiv 2510.11370)."""
 
     kl: KL = KLInReward()
     """The penalty on the KL divergence from the reference."""
@@ -527,6 +529,13 @@ class PPOConfig(AgentsBySource, RenamedConfig):
     @model_validator(mode="after")
     def _check_ahead(self) -> PPOConfig:
         partial = isinstance(self.ahead, PartialRollouts)
+        if self.router_replay and (partial or self.by_key):
+            rule = (
+                f"{'ahead.type = partial' if partial else next(iter(self.by_key))} samples an answer in several calls"
+            )
+            raise ValueError(
+                f"router_replay = true: {rule}, and the experts of one alone are known; remove one of them"
+            )
         key = f"ahead.{'staleness' if partial else 'steps'}"
         if self.staleness >= self.steps:
             raise ValueError(

@@ -15,6 +15,7 @@ from pydantic import (
 
 from rlhf_core.by_path import is_path, named
 from rlhf_core.config.engines import BaseSamplerConfig, DType, EngineNeeds, Precision, TrainerConfig
+from rlhf_core.errors import ConfigError
 from rlhf_core.schema.base import LONGEST_S, OPERATIONAL, Config, Seconds, added_option, http_address
 from rlhf_core.schema.secrets import HOLDS_SECRETS
 
@@ -52,6 +53,11 @@ class VllmSamplerConfig(BaseSamplerConfig):
     which it adds to the products of the weights that it has. Results differ by rounding."""
     max_lora_rank: Annotated[Literal[1, 8, 16, 32, 64, 128, 256, 320, 512], OPERATIONAL] = added_option(16)
     """Largest rank of the adapters, for which an engine with `lora_sync = "adapter"` keeps room."""
+    routed_experts: bool = added_option(False)
+    """Whether engines record the experts of each token, for `ppo.router_replay`. Dense models are refused."""
+
+    def records_experts(self) -> bool:
+        return self.routed_experts
 
     def needs(self) -> EngineNeeds:
         """Return `engines` processes of `tensor_parallel` GPUs each, which take weights from GPU to GPU, or adapters alone."""
@@ -105,6 +111,9 @@ class HFSamplerConfig(BaseSamplerConfig):
     fp32_lm_head: bool = added_option(False)
     """As `trainer.fp32_lm_head`, and to be set with it."""
     batch_size: Annotated[int, Field(ge=1), OPERATIONAL] = 32
+
+    def records_experts(self) -> bool:
+        return True
 
 
 AnySamplerConfig = (
@@ -186,6 +195,15 @@ class RuntimeConfig(Config):
         added_option({})
     )
     """Train workers of some models alone, by a name of your choice. All others share the `train_workers`."""
+
+    def check_router_replay(self, key: str) -> None:
+        """Raise ConfigError, naming `key`, if the sampler does not record experts or the trainer cannot replay them."""
+        if not self.sampler.records_experts():
+            rule = f"the sampler ({self.sampler.type}) does not record experts"
+            raise ConfigError(key, True, rule, 'set runtime.sampler.routed_experts = true (type "vllm"), or use "hf"')
+        if self.trainer.sequence_parallel > 1:
+            rule = "train workers that share rows (runtime.trainer.sequence_parallel) cannot replay experts"
+            raise ConfigError(key, True, rule, "set one of them to its default")
 
     def of(self, role: str) -> Self:
         """Return the configuration of the workers of one role: its pool's as if they were the only ones."""

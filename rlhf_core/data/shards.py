@@ -27,9 +27,19 @@ from pyarrow.feather import read_table as read_feather  # type: ignore[import-un
 from pyarrow.feather import write_feather
 
 from rlhf_core.errors import DataError
-from rlhf_core.sequences import join_rows, offsets_of
+from rlhf_core.sequences import ROUTED_EXPERTS, join_rows, offsets_of
 from rlhf_core.store.layout import fsync_path, remove_tree
-from rlhf_core.types import ActionSpan, Column, Completion, Generation, Message, Prompt, Rollout, chunks
+from rlhf_core.types import (
+    NO_EXPERTS,
+    ActionSpan,
+    Column,
+    Completion,
+    Generation,
+    Message,
+    Prompt,
+    Rollout,
+    chunks,
+)
 
 # ---------------------------------------------------------------- single files
 
@@ -200,7 +210,8 @@ def _array(cells: list[Any] | pa.Array | pa.ChunkedArray, kind: pa.DataType) -> 
     if not cells or not isinstance(cells[0], Column):
         return pa.array(cells, type=kind)
     numbers, lengths = join_rows(cells[0].kind, cells)
-    return pa.ListArray.from_arrays(offsets_of(lengths).astype(np.int32), pa.array(numbers).cast(kind.value_type))
+    lists, places = (pa.LargeListArray, np.int64) if pa.types.is_large_list(kind) else (pa.ListArray, np.int32)
+    return lists.from_arrays(offsets_of(lengths).astype(places), pa.array(numbers).cast(kind.value_type))
 
 
 def _per_token(name: str, lists: pa.ListArray) -> list[Column[Any]]:
@@ -250,7 +261,7 @@ def read_table(path: Path, schema: pa.Schema, *, since: Sequence[str] = ()) -> l
 # ---------------------------------------------------------------- shards
 
 INDEX_FILE = "index.json"
-PER_TOKEN = {"prompt_ids": "i", "token_ids": "i", "logprobs": "f"}
+PER_TOKEN = {"prompt_ids": "i", "token_ids": "i", "logprobs": "f", ROUTED_EXPERTS: "h"}
 """Lists of numbers per token and the kind of `Column` that they are read as: engines compute log-probs in float32."""
 
 _SPAN = pa.struct({"start": pa.int32(), "end": pa.int32(), "policy_version": pa.int64(), "reward": pa.float64()})
@@ -298,10 +309,13 @@ _ATTRIBUTES = {
     "failure": "completion.failure",
     "extras": "completion.extras",
     "episode_score": "completion.score",
+    ROUTED_EXPERTS: "completion.routed_experts",
 }
 """Attribute of a generation or rollout that a column holds, if it has another name than the column."""
-SINCE = ("episode_score", "score", CONVERSATIONAL.name)
+SINCE = ("episode_score", "score", CONVERSATIONAL.name, ROUTED_EXPERTS)
 """Columns that the earliest shards lack, or all whose prompts were text."""
+EXPERTS = pa.field(ROUTED_EXPERTS, pa.large_list(pa.int16()))
+"""Column that is written only if experts were recorded. A step may have more than 2^31 of them."""
 
 
 def shard_path(folder: Path, shard: int) -> Path:
@@ -372,6 +386,8 @@ def read_rollouts(folder: Path) -> list[Rollout]:
 def _write_shard(path: Path, schema: pa.Schema, rows: Sequence[Any]) -> None:
     if any(row.prompt.conversational for row in rows):
         schema = schema.append(CONVERSATIONAL)
+    if any(row.completion.routed_experts for row in rows):
+        schema = schema.append(EXPERTS)
     columns = {name: list(map(attrgetter(_ATTRIBUTES.get(name, name)), rows)) for name in schema.names}
     schema = widened(schema, columns)
     conversations = {id(one): one for one in columns["messages"]}  # the samples of a prompt share one
@@ -390,7 +406,7 @@ def _read_shards(folder: Path, schema: pa.Schema) -> Iterator[dict[str, Any]]:
     if not found:
         raise DataError("shards", str(folder), "has no shards", "generate or score again")
     for path in found:
-        yield from read_table(path, schema.append(CONVERSATIONAL), since=SINCE)
+        yield from read_table(path, schema.append(CONVERSATIONAL).append(EXPERTS), since=SINCE)
 
 
 _of_tokens = itemgetter("token_ids", "logprobs", "text", "finish_reason", "policy_version", "seed")
@@ -399,7 +415,8 @@ _of_tokens = itemgetter("token_ids", "logprobs", "text", "finish_reason", "polic
 def _sampled(row: dict[str, Any]) -> tuple[Prompt, Column[int], Completion]:
     """The fields of a generation."""
     turns, spans = to_messages(row["messages"]), tuple(ActionSpan(**span) for span in row["spans"])
-    rest: Any = spans, row["failure"], dict(row["extras"]), row["episode_score"]
+    experts = row[ROUTED_EXPERTS] or NO_EXPERTS
+    rest: Any = spans, row["failure"], dict(row["extras"]), row["episode_score"], experts
     prompt = Prompt(row["prompt_id"], turns, row["label"], row["source"], bool(row["conversational"]))
     return prompt, row["prompt_ids"], Completion(*_of_tokens(row), *rest)
 

@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.models.micro_batches import LEAST_SAVED, LONGEST, Block, common_beginnings, cost
-from rlhf_core.sequences import Sequences
+from rlhf_core.sequences import ROUTED_EXPERTS, Sequences
 from rlhf_core.types import Column, TokenSample, ids
 
 
@@ -42,7 +43,8 @@ class TokenBatch:
     rows: tuple[tuple[int, int, int], ...]
     """(row, start, length) of each sample, in the given order of the samples."""
     fields: dict[str, Tensor]
-    """Other per-token values of the samples by field name (`old_logprobs`, `advantages`, ...): float32 BL, padded by 0."""
+    """Other per-token values of the samples by field name (`old_logprobs`, `advantages`, ...): float32 BL, padded by 0.
+    `routed_experts` are int16 BLW, padded by -1."""
     packed: bool
     """Whether some row holds more than one sample."""
     source: TokenBatch | None = None
@@ -99,9 +101,12 @@ def collate(samples: Sequences | Sequence[TokenSample], *, pad_id: int, pack_to:
     places_S = np.arange(len(sequences.token_ids)) + np.repeat(begins_N, lengths)
 
     def padded(values_S: Any, kind: type[Any], fill: int = 0) -> Tensor:
-        values_BL = np.full(count * width, fill, kind)
+        values_BL = np.full((count * width, *values_S.shape[1:]), fill, kind)
         values_BL[places_S] = values_S
-        return torch.from_numpy(values_BL.reshape(count, width))
+        return torch.from_numpy(values_BL.reshape(count, width, *values_S.shape[1:]))
+
+    def padded_field(name: str, values_S: NDArray[Any]) -> Tensor:
+        return padded(values_S, np.int16, -1) if name == ROUTED_EXPERTS else padded(values_S, np.float32)
 
     position_ids_BL = torch.arange(width).repeat(count, 1)
     segments_N, used = [], [0] * count
@@ -115,7 +120,7 @@ def collate(samples: Sequences | Sequence[TokenSample], *, pad_id: int, pack_to:
         segment_ids_BL=padded(np.repeat(segments_N, lengths), np.int64),
         loss_mask_BL=padded(sequences.loss_mask, np.float32),
         rows=rows,
-        fields={name: padded(values_S, np.float32) for name, values_S in sequences.fields.items()},
+        fields={name: padded_field(name, values_S) for name, values_S in sequences.fields.items()},
         packed=count < len(rows),
     )
 

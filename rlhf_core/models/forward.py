@@ -33,6 +33,8 @@ from rlhf_core.models.architecture import length_limit, padding_id, too_long, un
 from rlhf_core.models.batches import TokenBatch, check_packing, keeps_apart, prefix_width, shared_rows, to_device
 from rlhf_core.models.packages import VALUE_HEAD_FILE
 from rlhf_core.models.piece_sizes import LOGPROB_ELEMENTS
+from rlhf_core.models.router_replay import replay_experts
+from rlhf_core.sequences import ROUTED_EXPERTS
 
 # ---------------------------------------------------------------- one call of the head
 
@@ -558,9 +560,11 @@ def hidden_states(model: nn.Module, batch: TokenBatch) -> Tensor:
     if batch.packed and not rules.keeps_apart:
         check_packing(backbone.config)
     _check_batch(batch, rules, backbone.config)
-    # The logits of routers are needed in the rows of the batch.
+    experts_BLW = batch.fields.get(ROUTED_EXPERTS)
+    replay_experts(backbone, experts_BLW)
+    # The logits of routers are needed in the rows of the batch, and each sample may go to experts of its own.
     shared = None
-    if routing is None and rules.keeps_apart and len(batch.rows) > 1:
+    if routing is None and experts_BLW is None and rules.keeps_apart and len(batch.rows) > 1:
         shared = shared_rows(batch, prefixes_of=rules.prefix_width)
     ids_BL, positions_BL = batch.token_ids_BL, batch.position_ids_BL
     if shared is not None:

@@ -222,6 +222,8 @@ class WholeAnswers(Draw):
     environments: OpenEnvironments = SINGLE_TURN
     band: BandOrder | None = None
     """The order of `order = "band"`, in place of the others."""
+    routed_experts: bool = False
+    """Whether the sampler records the experts of each token."""
 
     def __call__(self, step: int, pool: Pool) -> tuple[list[Generation], Pool]:
         """Return the answers of `step`, and the pool as it is."""
@@ -246,7 +248,7 @@ class WholeAnswers(Draw):
             numbers = range(drawn[prompt.id], drawn[prompt.id] + self.group_size)
             work += [Episode(prompt, ids, derive_seed(seed, "ppo", step, prompt.id, i)) for i in numbers]
             drawn[prompt.id] += self.group_size
-        made = answers(self.engine, self.chat, work, sampling, self.environments)
+        made = answers(self.engine, self.chat, work, sampling, self.environments, routed_experts=self.routed_experts)
         return [Generation(one.prompt, ids, completion) for one, (ids, completion) in zip(work, made, strict=True)]
 
 
@@ -276,10 +278,12 @@ def answers(
     work: Sequence[Episode],
     sampling: SamplingConfig,
     environments: OpenEnvironments,
+    *,
+    routed_experts: bool = False,
 ) -> list[tuple[Column[int], Completion]]:
     """Return one completion per prompt of `work` with the prompt's tokens: in one turn, or played with its agent.
 
-    The answers of one turn are sampled together, then the episodes of each agent.
+    The answers of one turn are sampled together, with their `routed_experts` if asked, then the episodes of each agent.
     """
     places: defaultdict[str, list[int]] = defaultdict(list)
     for at, one in enumerate(work):
@@ -292,7 +296,8 @@ def answers(
             played = play(sampler, chat.with_tools(opened.tools), own, opened, opened.config, sampling)
             drawn = [(one.prompt_ids, one.completion) for one in played]
         else:
-            completions = sampler.generate([SamplingRequest(one.prompt_ids, one.seed) for one in own], sampling)
+            requests = [SamplingRequest(one.prompt_ids, one.seed, routed_experts=routed_experts) for one in own]
+            completions = sampler.generate(requests, sampling)
             drawn = [(one.prompt_ids, completion) for one, completion in zip(own, completions, strict=True)]
         made |= zip(found, drawn, strict=True)
     return [made[at] for at in range(len(work))]

@@ -314,7 +314,7 @@ def open_rollouts(
     drawn: dict[str, Any] = {"engine": engine, "chat": chat, "prompts": prompts, "sampling": config.sampling}
     drawn |= {"mixture": config.mixture, "schedule": config.schedule}
     drawn |= {"groups": groups, "group_size": size, "seed": seed, "shuffles": config.order == "shuffled"}
-    whole = WholeAnswers(**drawn, environments=environments, band=band)
+    whole = WholeAnswers(**drawn, environments=environments, band=band, routed_experts=config.router_replay)
     draw: DrawAnswers = whole
     dynamic: DynamicScoring | None = None
     if isinstance(ahead, PartialRollouts):

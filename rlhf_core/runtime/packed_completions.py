@@ -16,22 +16,29 @@ from numpy.typing import NDArray
 from rlhf_core.sequences import join_rows, offsets_of
 from rlhf_core.types import Column, Completion, SamplingRequest
 
-PackedCompletions: TypeAlias = tuple[NDArray[np.int32], NDArray[np.float32], list[int], list[tuple[Any, ...]]]
-"""Token ids [S], log-probs [S], lengths [N], and the other fields of each completion in order [N]."""
-PackedRequest: TypeAlias = tuple[Column[int], int, int]
+PackedCompletions: TypeAlias = tuple[
+    NDArray[np.int32], NDArray[np.float32], NDArray[np.int16], list[int], list[int], list[tuple[Any, ...]]
+]
+"""Token ids [S], log-probs [S], routed experts, the lengths of the first two and of the third of each completion [N], and
+its other fields [N]."""
+PackedRequest: TypeAlias = tuple[Column[int], int, int, bool]
 pack_request = attrgetter(*(one.name for one in fields(SamplingRequest)))
-_OTHERS = attrgetter(*(one.name for one in fields(Completion)[2:]))
+_OTHERS = attrgetter(*(one.name for one in fields(Completion)[2:-1]))
 
 
 def pack(completions: Sequence[Completion]) -> PackedCompletions:
     token_ids, lengths = join_rows("i", [one.token_ids for one in completions])
     logprobs, _ = join_rows("f", [one.logprobs for one in completions])
-    return token_ids, logprobs, lengths, list(map(_OTHERS, completions))
+    experts, counts = join_rows("h", [one.routed_experts for one in completions])
+    return token_ids, logprobs, experts, lengths, counts, list(map(_OTHERS, completions))
 
 
 def unpack(packed: PackedCompletions) -> list[Completion]:
     """The inverse of `pack`. The numbers of a completion are views if Ray has mapped the arrays, which are then read-only."""
-    token_ids, logprobs, lengths, others = packed
-    ids, values = Column[int]("i", token_ids), Column[float]("f", logprobs)
-    rows = zip(pairwise(offsets_of(lengths).tolist()), others, strict=True)
-    return [Completion(ids[start:end], values[start:end], *rest) for (start, end), rest in rows]
+    token_ids, logprobs, experts, lengths, counts, others = packed
+    ids, values, chosen = Column[int]("i", token_ids), Column[float]("f", logprobs), Column[int]("h", experts)
+    spans = (pairwise(offsets_of(each).tolist()) for each in (lengths, counts))
+    return [
+        Completion(ids[start:end], values[start:end], *(*rest, chosen[first:last]))
+        for (start, end), (first, last), rest in zip(*spans, others, strict=True)
+    ]

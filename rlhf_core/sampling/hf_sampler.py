@@ -8,12 +8,15 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rlhf_core.config.engines import SamplingConfig
@@ -21,8 +24,9 @@ from rlhf_core.config.runtime import HFSamplerConfig
 from rlhf_core.errors import SamplingError
 from rlhf_core.interfaces import ModelSpec, SamplerEngine, Weights
 from rlhf_core.models.architecture import caps_attention, implements_sdpa, length_limit, read_config
-from rlhf_core.models.forward import compute_in_float32
+from rlhf_core.models.forward import backbone_of, compute_in_float32
 from rlhf_core.models.loading import load_model, renamed_weights
+from rlhf_core.models.router_replay import ExpertRecorder
 from rlhf_core.sampling.requests import PolicyFolder, most_tokens, received_tensors
 from rlhf_core.types import Completion, SamplingRequest, chunks
 
@@ -59,11 +63,18 @@ class HFSampler:
         completions: list[Completion] = []
         for batch in chunks(requests, self._batch_size):
             rows = [_Row.start(request, sampling) for request in batch]
-            with torch.inference_mode():
-                self._fill(rows, sampling)
+            records = any(request.routed_experts for request in batch)
+            recording = closing(ExpertRecorder(backbone_of(self._model))) if records else nullcontext()
+            with torch.inference_mode(), recording as recorder:
+                self._fill(rows, sampling, recorder)
             completions += [
                 self._policy.completion(
-                    row.request, tuple(row.token_ids), tuple(row.logprobs), version=self._version, stop=sampling.stop
+                    row.request,
+                    tuple(row.token_ids),
+                    tuple(row.logprobs),
+                    version=self._version,
+                    stop=sampling.stop,
+                    experts=np.concatenate(row.experts) if row.experts else None,
                 )
                 for row in rows
             ]
@@ -109,7 +120,7 @@ class HFSampler:
 
     # ------------------------------------------------------------ one batch
 
-    def _fill(self, rows: list[_Row], sampling: SamplingConfig) -> None:
+    def _fill(self, rows: list[_Row], sampling: SamplingConfig, recorder: ExpertRecorder | None) -> None:
         """Run the rows together, left-padded, until each has a stop token or its maximum number of tokens."""
         ids_BL, mask_BL = _left_pad([row.request.prompt_ids for row in rows], device=self._model.device)
         positions_BL = (mask_BL.cumsum(-1) - 1).clamp(min=0)
@@ -124,6 +135,9 @@ class HFSampler:
                 logits_to_keep=1,
             )
             cache = output.past_key_values
+            for row, experts_LW in zip(rows, recorder.take(len(rows)), strict=True) if recorder else ():
+                if not row.finished:
+                    row.experts.append(experts_LW[-len(row.request.prompt_ids) :].numpy())  # later passes: one token
             logits_BV = output.logits[:, -1].float()
             if penalizes:
                 logits_BV = penalized(
@@ -212,13 +226,15 @@ class _Row:
     token_ids: list[int]
     logprobs: list[float]
     finished: bool
+    experts: list[NDArray[np.int16]]
+    """Experts of the tokens of each forward pass, if they are recorded."""
 
     @classmethod
     def start(cls, request: SamplingRequest, sampling: SamplingConfig) -> _Row:
         generator = torch.Generator().manual_seed(request.seed)
         most = most_tokens(request, sampling.max_tokens)
         uniforms = torch.rand(most, generator=generator, dtype=torch.float64)
-        return cls(request, most, uniforms, [], [], False)
+        return cls(request, most, uniforms, [], [], False, [])
 
 
 def _left_pad(prompts: Sequence[Sequence[int]], *, device: Any) -> tuple[Tensor, Tensor]:

@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
+from numpy.typing import NDArray
+
 from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.data.chat_templates import Decoder, declared_ends
 from rlhf_core.errors import ConfigError, SamplingError
 from rlhf_core.interfaces import Weights
-from rlhf_core.types import Completion, SamplingRequest, floats, ids
+from rlhf_core.types import NO_EXPERTS, Column, Completion, SamplingRequest, floats, ids
 
 
 def most_tokens(request: SamplingRequest, max_tokens: int) -> int:
@@ -145,11 +148,13 @@ class PolicyFolder:
         *,
         version: int,
         stop: Sequence[str] = (),
+        experts: NDArray[Any] | None = None,
     ) -> Completion:
         """Return the engine's output as a `Completion`, up to the first text in `stop`.
 
-        What comes after that was drawn after it and changes nothing before it, so that cutting it off is exact. Raises
-        SamplingError if a log-probability is not finite.
+        What comes after that was drawn after it and changes nothing before it, so that cutting it off is exact. `experts`
+        [L, ...] are those of the prompt's tokens and the next ones: an engine does not compute the last token that it draws.
+        Raises SamplingError if a log-probability is not finite, or if the request asks for experts and there are none.
         """
         if not token_ids:
             rule = "no tokens were returned"
@@ -165,7 +170,21 @@ class PolicyFolder:
             text=self.decode(token_ids),
             policy_version=version,
             seed=request.seed,
+            routed_experts=recorded_experts(request, len(request.prompt_ids) + len(token_ids), experts),
         )
+
+
+def recorded_experts(request: SamplingRequest, tokens: int, experts: NDArray[Any] | None) -> Column[int]:
+    """The record of a completion, if the request asks for it: the experts, cut or filled with -1 to so many tokens."""
+    if not request.routed_experts:
+        return NO_EXPERTS
+    if experts is None:
+        where = f"request (seed {request.seed}).routed_experts"
+        remedy = "set runtime.sampler.routed_experts = true, or ppo.router_replay = false"
+        raise SamplingError(where, True, "the engine recorded no experts", remedy)
+    whole = np.full((tokens, *experts.shape[1:]), -1, np.int16)
+    whole[: len(experts)] = experts[:tokens]
+    return Column("h", whole.ravel())
 
 
 def first_end(token_ids: Sequence[int], stop: Sequence[str], decode: Callable[[Sequence[int]], str]) -> int:

@@ -61,12 +61,16 @@ def start(policy: Path, config: VllmSamplerConfig, *, transfer: Transfer) -> LLM
     )
     if config.lora_sync == "adapter":
         place |= {"enable_lora": True, "max_lora_rank": config.max_lora_rank, "max_loras": 1}
+    if config.routed_experts and on_gpu:
+        # vLLM 0.32 keeps the experts in the blocks of its prefix cache.
+        place |= {"enable_return_routed_experts": True, "enable_prefix_caching": True}
     if transfer:
         place["weight_transfer_config"] = {"backend": transfer}
+    place.setdefault("enable_prefix_caching", config.prefix_caching)
     try:
         if config.tensor_parallel == 1:  # else other processes run the model
             _import_model(policy)
-        return LLM(
+        llm = LLM(
             model=str(policy),
             skip_tokenizer_init=True,
             generation_config="vllm",  # the policy's own sampling defaults would override SamplingConfig
@@ -77,7 +81,6 @@ def start(policy: Path, config: VllmSamplerConfig, *, transfer: Transfer) -> LLM
             tensor_parallel_size=config.tensor_parallel,
             distributed_executor_backend="mp" if config.tensor_parallel > 1 else "uni",
             enforce_eager=config.enforce_eager,
-            enable_prefix_caching=config.prefix_caching,
             enable_sleep_mode=config.sleep,
             async_scheduling=False,
             logprobs_mode="processed_logprobs",
@@ -85,9 +88,12 @@ def start(policy: Path, config: VllmSamplerConfig, *, transfer: Transfer) -> LLM
             worker_extension_cls="rlhf_core.sampling.vllm_worker.WeightReload",
             **place,
         )
+        if config.routed_experts and not on_gpu:
+            llm.collective_rpc("record_experts")
     except Exception as error:
         rule = f"vLLM could not start: {error}"
         raise SamplingError("policy", str(policy), rule, "see the worker's log for the first error") from error
+    return llm
 
 
 def _import_model(policy: Path) -> None:

@@ -18,6 +18,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from numpy.typing import NDArray
+
 from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.config.runtime import VllmSamplerConfig
 from rlhf_core.errors import SamplingError
@@ -71,8 +73,9 @@ class VllmSampler:
             use_tqdm=False,
             lora_request=self._adapter,
         )
+        recorded = self._llm.collective_rpc("take_experts")[0] if self.config.routed_experts else {}
         return [
-            self._completion(request, output.outputs[0], sampling)
+            self._completion(request, output.outputs[0], sampling, recorded.get(output.request_id))
             for request, output in zip(requests, outputs, strict=True)
         ]
 
@@ -177,7 +180,10 @@ class VllmSampler:
 
     def _prompt(self, request: SamplingRequest) -> dict[str, Any]:
         prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt_ids)}
-        return {**prompt, "cache_salt": str(self._loads)} if self.config.prefix_caching else prompt
+        if self.config.prefix_caching:
+            return {**prompt, "cache_salt": str(self._loads)}
+        # On GPUs, recorded experts need the cache. With a salt of its own, no request finds the prefixes of another.
+        return {**prompt, "cache_salt": f"own-{next(self._numbers)}"} if self.config.routed_experts else prompt
 
     def _abandon(self) -> None:
         """Drop the requests of `advance` whose caller failed and did not collect them."""
@@ -188,10 +194,19 @@ class VllmSampler:
     def _sampling_params(self, request: SamplingRequest, sampling: SamplingConfig, *, when_done: bool = False) -> Any:
         return _vllm().sampling_params(request, sampling, stops=self._policy.stops, when_done=when_done)
 
-    def _completion(self, request: SamplingRequest, output: Any, sampling: SamplingConfig) -> Completion:
+    def _completion(
+        self, request: SamplingRequest, output: Any, sampling: SamplingConfig, recorded: NDArray[Any] | None = None
+    ) -> Completion:
         token_ids = tuple(output.token_ids)
         logprobs = tuple(entry[token].logprob for token, entry in zip(token_ids, output.logprobs, strict=True))
-        return self._policy.completion(request, token_ids, logprobs, version=self.version, stop=sampling.stop)
+        return self._policy.completion(
+            request,
+            token_ids,
+            logprobs,
+            version=self.version,
+            stop=sampling.stop,
+            experts=getattr(output, "routed_experts", None) if recorded is None else recorded,
+        )
 
     # ------------------------------------------------------------ device transfer
 

@@ -1,10 +1,13 @@
-"""Extend vLLM's worker: finish a reload on CPU, and compare its weights with those that the trainer sent."""
+"""Extend vLLM's worker: finish a reload, record experts on CPU, and compare its weights with those that the trainer sent."""
 
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -21,6 +24,7 @@ class WeightReload:
 
     model_runner: Any
     vllm_config: Any
+    _experts: Mapping[str, list[tuple[int, NDArray[Any]]]] = {}
 
     def settings(self) -> dict[str, str | int]:
         """Return the settings that determine the log-probabilities of this engine."""
@@ -56,6 +60,39 @@ class WeightReload:
             kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
             if kernel is not None and layer.w13_weight.device.type == "cpu":
                 kernel.fused_experts.process_weights_after_loading(layer)
+
+    def record_experts(self) -> None:
+        """Record the experts of every token. vLLM 0.32 does it with a model runner that has no CPU form."""
+        from vllm.model_executor.layers.fused_moe import routed_experts_capturer as capture
+
+        runner, self._experts = self.model_runner, defaultdict(list)
+        most = self.vllm_config.scheduler_config.max_num_batched_tokens
+        capturer = capture.RoutedExpertsCapturer(most, self.vllm_config)
+        capture.bind_routed_experts_capturer(runner.get_model(), capturer)
+        execute = runner.execute_model
+
+        def execute_and_record(scheduled: Any, *arguments: Any) -> Any:
+            result, batch = execute(scheduled, *arguments), runner.input_batch
+            counts = [scheduled.num_scheduled_tokens[name] for name in batch.req_ids]
+            parts = capturer.snapshot_routing_data(sum(counts)).split(counts)
+            for name, start, part in zip(batch.req_ids, batch.num_computed_tokens_cpu, parts, strict=False):
+                self._experts[name.rpartition("-")[0]].append((int(start), part.numpy()))  # vLLM adds "-" and a number
+            return result
+
+        runner.execute_model = execute_and_record
+
+    def take_experts(self) -> dict[str, NDArray[np.int16]]:
+        """Return the experts [L, layers, experts per token] that `record_experts` recorded of each request since the last
+        call; -1 for cached tokens.
+        """
+        found = {}
+        for name, parts in self._experts.items():
+            whole = np.full((max(start + len(part) for start, part in parts), *parts[0][1].shape[1:]), -1, np.int16)
+            for start, part in parts:  # again from the start after a preemption
+                whole[start : start + len(part)] = part
+            found[name] = whole
+        self._experts = defaultdict(list)
+        return found
 
     def load_adapter(self, tensors: Mapping[str, Tensor], form: Mapping[str, Any], number: int) -> str:
         """Replace the adapter by `tensors`, as `number`; return why it cannot be served, or "".

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core.algorithms.distillation import normalized_weights
-from rlhf_core.algorithms.token_math import AdaptiveKL, FixedKL
+from rlhf_core.algorithms.token_math import AdaptiveKL, FixedKL, kl_controller
 from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.config.policy import KLAsLoss, PPOConfig, PtxConfig
 from rlhf_core.config.teachers import PolicyDistillation
@@ -35,6 +35,7 @@ from rlhf_core.data.shards import RolloutLog
 from rlhf_core.data.tables import read_demonstrations
 from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.interfaces import Metrics, ModelSpec, Objective, Sampler, Trainer
+from rlhf_core.models.router_replay import check_router_replay
 from rlhf_core.rewards.scoring import Scorer, component_means, open_scorer
 from rlhf_core.rollouts.answers import OpenEnvironments, StepSampler, open_environments
 from rlhf_core.rollouts.guard import HeldOut, RunGuard, await_decision
@@ -162,7 +163,7 @@ def run(
         guard = open_guard(config, models, sampler, chat, held_out, reward_models, environments, context, leases)
         ends = tuple(stop_token_ids(folder, tokenizer_eos=chat.eos_id))
         exports = Exports(config.exported_steps, context.work)
-        state = TrainingState(models, sampler, band, initial_kl(config))
+        state = TrainingState(models, sampler, band, kl_controller(config.kl.coef, config.kl.target, config.kl.horizon))
         first, metrics = start_or_resume(config, state, guard, context)
         for step in guard.steps(first):
             began = time.perf_counter()
@@ -187,13 +188,6 @@ def run(
     return context.commit(PolicyRef, metrics=metrics)
 
 
-def initial_kl(config: PPOConfig) -> FixedKL | AdaptiveKL:
-    """The KL controller of the first step."""
-    if config.kl.target > 0:
-        return AdaptiveKL(coef=config.kl.coef, target=config.kl.target, horizon=config.kl.horizon)
-    return FixedKL(coef=config.kl.coef)
-
-
 def lease_models(
     config: PPOConfig,
     policy: PolicyRef,
@@ -207,8 +201,10 @@ def lease_models(
     """Lease the engines: the value model starts from `critic`, else from a reward model if there is one, else from the policy."""
     weighted = config.distill.teachers if config.distill else {}
     taught = {name: teacher_spec(name, teachers, policy, context) for name in weighted}
-    folder = str(context.path(policy))
-    actor = ModelSpec(path=folder, head="lm", lora=config.lora, seed=context.seed)
+    folder = context.path(policy)
+    if config.router_replay:
+        check_router_replay(folder, key=f"{context.label}.router_replay")
+    actor = ModelSpec(path=str(folder), head="lm", lora=config.lora, seed=context.seed)
     value_model: Trainer | None = None
     frozen: Trainer | MovingReference | AdaptersOff | None = None
     if config.uses_values:
@@ -358,16 +354,18 @@ def measure(
     together: Callable[..., list[Any]],
 ) -> Experience:
     """Measure log pi_old, log pi_ref and the value of every token before the update."""
-    policy, reference, value_model = models.policy, models.reference, models.value_model
     sampled = Experience.of(rollouts)
-    sampled = replace(sampled, sequences=policy.keep(sampled.sequences))
+    sampled = replace(sampled, sequences=models.policy.keep(sampled.sequences))
     sequences = sampled.sequences
     tokens = Subset(sequences.select_fields(), np.arange(len(sequences)))
+    routed = replace(tokens, sequences=sequences.select_fields("routed_experts"))
     bypass = config.correction.pi_old == "sampler"
     old, ref, values = together(
-        lambda: sequences.fields["rollout_logprobs"] if bypass else policy.logprobs(tokens, temperature=temperature),
-        lambda: reference.logprobs(tokens, temperature=temperature) if reference else None,
-        lambda: value_model.values(tokens) if value_model else None,
+        lambda: (
+            sequences.fields["rollout_logprobs"] if bypass else models.policy.logprobs(routed, temperature=temperature)
+        ),
+        lambda: models.reference.logprobs(tokens, temperature=temperature) if models.reference else None,
+        lambda: models.value_model.values(tokens) if models.value_model else None,
     )
     outputs = {"old_logprobs": old, "ref_logprobs": ref, "old_values": values}
     sequences = sequences.with_fields(**{name: values_S for name, values_S in outputs.items() if values_S is not None})
@@ -450,7 +448,7 @@ def update(
                 part = Subset(batch.select_fields("old_values", "returns"), drawn)
                 work.append(partial(train, "value", models.value_model, [(part, value_objective)], value_rate))
             if step >= frozen:
-                read = batch.select_fields("rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages")
+                read = batch.select_fields(*objective.reads)
                 losses: list[tuple[Any, Any]] = [(Subset(read, drawn), objective)]
                 if ptx := config.ptx:
                     shown = rows_at(number, demonstrated, count=ptx.batch_size, seed=context.seed)

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from rlhf_core.errors import DataError
-from rlhf_core.sequences import Sequences, Subset, take
-from rlhf_core.types import StepSample, TokenSample
+from rlhf_core.models.batches import collate
+from rlhf_core.sequences import ROUTED_EXPERTS, Sequences, Subset, take
+from rlhf_core.types import Completion, Generation, Message, Prompt, StepSample, TokenSample
 
 SAMPLES = [TokenSample(range(at, at + 3 + at), (0, *[1] * (2 + at))) for at in range(5)]
 
@@ -81,6 +82,19 @@ def test_a_selection_has_the_lengths_of_its_rows_and_copies_the_fields_that_it_n
     assert {name: values.tolist() for name, values in some.copy().fields.items()} == {
         "returns": [12, 13, 14, 15, 16, 17, 3, 4, 5, 6]
     }
+
+
+def test_the_experts_of_answers_are_one_row_per_token_and_those_without_a_record_are_left_to_the_routers():
+    prompt = Prompt("p", (Message("user", "Hi"),), "", "test")
+    routed = Completion((5,), (-0.5,), "a", "stop", 0, 1, routed_experts=(3, 0, 1, 2, -1, -1))
+    plain = Completion((6, 2), (-0.5, -0.1), "b", "stop", 0, 1)
+    made = Sequences.of_answers([Generation(prompt, (1, 2), routed), Generation(prompt, (1,), plain)])
+    experts = made.fields[ROUTED_EXPERTS]
+    assert experts.dtype == np.int16
+    assert experts.tolist() == [[3, 0], [1, 2], [-1, -1], *[[-1, -1]] * 3]
+    assert made.select([1, 0]).fields[ROUTED_EXPERTS][3:].tolist() == [[3, 0], [1, 2], [-1, -1]]
+    padded_BLW = collate(made, pad_id=0, pack_to=8).fields[ROUTED_EXPERTS]
+    assert padded_BLW.tolist() == [experts.tolist()]
 
 
 def test_pickle_moves_every_array_as_a_buffer():

@@ -25,7 +25,7 @@ from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.training.objectives.base import SftObjective
 from rlhf_core.types import PolicyRef, SamplingRequest, TokenSample
 from stages.ppo import PPOConfig
-from tests.support.policies import TWO_RANKS
+from tests.support.policies import TWO_RANKS, make_mixture_of_experts
 from tests.support.sharing import SharedRay
 from tests.support.training import prompts, series, shop_and_inputs, stopped_and_resumed, untimed
 from tests.support.workshop import Workshop
@@ -40,6 +40,7 @@ SHAPE = InitModel(
     vocab_size=320, hidden_size=128, layers=1, heads=2, kv_heads=2, intermediate_size=192, max_positions=96
 )
 LORA = LoraConfig(rank=8, alpha=16.0, target_modules="all-linear")
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 ALONE = {"lora_sync": "adapter", "max_lora_rank": 8}
 REQUESTS = [SamplingRequest((5, 6, 7, 8 + index), seed=index) for index in range(8)]
 ROWS = [TokenSample((5, 6, 7, 8, 9), (0, 1, 1, 1, 1)), TokenSample((9, 8, 7, 6), (0, 1, 1, 1))]
@@ -179,19 +180,8 @@ def test_twin_runs_have_identical_curves(runtime, tmp_path, policy):
     assert curves[0] == curves[1]
 
 
-def mixture_of_experts(folder: Path) -> None:
-    """Turn a policy into one with four experts in each layer, of which a token asks two."""
-    from transformers import LlamaConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    dense = LlamaConfig.from_pretrained(folder)
-    torch.manual_seed(17)
-    shape = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
-    shape |= {"head_dim": 64, "moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
-    tokens = {name: getattr(dense, name) for name in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")}
-    Qwen3MoeForCausalLM(Qwen3MoeConfig(max_position_embeddings=96, **shape, **tokens)).save_pretrained(folder)
-
-
 HOST, EXPERTS = "an engine of two, ZeRO 3 with states on the host", "a mixture of experts"
+REPLAY = "a mixture of experts whose routing is replayed"
 
 
 @pytest.fixture
@@ -200,24 +190,32 @@ def runtime_of(variant: str, request: pytest.FixtureRequest, shared_ray: SharedR
         yield request.getfixturevalue("runtime")
         return
     trainer = TWO_RANKS.trainer.model_copy(update={"zero_stage": 3, "offload_optimizer": True})
-    sync = ALONE if variant == "adapters alone" else {}
-    sampler = TWO_RANKS.sampler.model_copy(update={"tensor_parallel": 2} | sync)
+    options = {"tensor_parallel": 2} | (ALONE if variant == "adapters alone" else {})
+    if variant == REPLAY:
+        trainer, options = TWO_RANKS.trainer, {"routed_experts": True}
+    sampler = TWO_RANKS.sampler.model_copy(update=options)
     with closing(RayRuntime(TWO_RANKS.model_copy(update={"trainer": trainer, "sampler": sampler}))) as runtime:
         yield runtime
 
 
-@pytest.mark.parametrize("variant", [EXPERTS, HOST, "adapters alone"])
+@pytest.mark.parametrize("variant", [EXPERTS, REPLAY, HOST, "adapters alone"])
 def test_after_an_update_the_sampler_says_what_the_trainer_says(tmp_path, policy, variant, runtime_of):
     folder = tmp_path / "policy"
     shutil.copytree(policy, folder)
-    if variant == EXPERTS:
-        mixture_of_experts(folder)
+    if variant in (EXPERTS, REPLAY):
+        make_mixture_of_experts(folder, tied=variant == REPLAY)
     shop, inputs = shop_and_inputs(tmp_path, folder)
     shop.runtime = runtime_of
     terms = {"short": {"type": "function", "function": "tests.support.token_rewards:small_is_good"}}
     settings = {"steps": 3, "prompts_per_step": 4, "samples_per_prompt": 2, "sampling": {"max_tokens": 6}}
     settings |= {"advantage": {"type": "grpo"}, "optimizer": FAST, "rewards": {"terms": terms}, "kl": {"coef": 0.0}}
     settings |= {"lora": LORA} if variant == "adapters alone" else {}
+    # Adapters of the attention, so that the routers stay tied.
+    settings |= (
+        {"lora": LORA.model_copy(update={"target_modules": ATTENTION}), "router_replay": True}
+        if variant == REPLAY
+        else {}
+    )
     shop.run("ppo", PPOConfig.model_validate(settings), inputs)
     moved = [values["ppo/policy/grad_norm"] for _, values in shop.tracker.points if "ppo/policy/grad_norm" in values]
     assert len(moved) == 3 and min(moved) > 0

@@ -8,7 +8,7 @@ Legend: N samples, B rows, L positions.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ from rlhf_core.errors import DataError
 from rlhf_core.interfaces import Objective
 from rlhf_core.models.batches import TokenBatch, collate, to_device
 from rlhf_core.models.forward import sequence_scores, step_scores, token_logprobs, token_values, watching
-from rlhf_core.sequences import Sequences, Subset, copy_rows
+from rlhf_core.sequences import ROUTED_EXPERTS, Sequences, Subset, copy_rows
 from rlhf_core.training.batching import ROWS, step_counts
 from rlhf_core.types import DistillationSample, RewardPair, StepSample, TokenSample
 from rlhf_core.user_code.dependencies import UserFunction
@@ -138,6 +138,10 @@ class PolicyObjective:
     function: UserFunction | None = None
     """User function for a loss of type custom."""
     kl_estimator: KLInLoss = "k2"
+    reads: ClassVar[tuple[str, ...]] = (
+        "rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages", ROUTED_EXPERTS
+    )  # fmt: skip
+    """Fields of the samples, of which the reference's and the experts may be missing."""
 
     def denominators(self, samples: Sequences | Subset) -> dict[str, float]:
         """Return the number of masked tokens and the number of sequences."""

@@ -133,6 +133,24 @@ def test_adapters_that_cannot_be_sent_alone_are_refused_in_the_plan(tmp_path, lo
         plan(load_profile("tiny/full", changed), ArtifactStore(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            [],
+            r"ppo\.router_replay = True: the sampler \(vllm\) does not record experts; set runtime\.sampler\.routed_exp",
+        ),
+        (
+            ["runtime.sampler.routed_experts=true", "runtime.trainer.sequence_parallel=2", "runtime.train_workers=2"],
+            r"ppo\.router_replay = True: train workers that share rows .* cannot replay experts",
+        ),
+    ],
+)
+def test_experts_that_are_not_recorded_or_not_replayed_are_refused_in_the_plan(tmp_path, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        plan(load_profile("tiny/full", ["ppo.router_replay=true", *changes]), ArtifactStore(tmp_path))
+
+
 def test_4_bit_weights_that_zero_3_cannot_partition_are_refused_in_the_plan(tmp_path, monkeypatch):
     monkeypatch.setattr("pipelines.execution.reward_arguments.find_spec", lambda name: name)  # as if all were installed
     quantized = 'sft.lora={quantize = "nf4"}'

@@ -195,6 +195,14 @@ def test_estimators_that_compare_samples_need_two_of_them(kind):
         ),
         ({"steps": 4, "export_every": 4}, r"export_every = 4: there is no such step before the end \(steps = 4\)"),
         ({"order": "band", "band": {"low": 0.9, "high": 0.1}}, "low = 0.9: must be at most high = 0.1"),
+        (
+            {"router_replay": True, "ahead": PARTIAL, "correction": {"level": "token"}},
+            "router_replay = true: ahead.type = partial samples an answer in several calls, and the experts of one alone",
+        ),
+        (
+            {"router_replay": True, "agent": {"type": "environment", "environment": "my.module:Game"}},
+            "router_replay = true: agent samples an answer in several calls",
+        ),
         ({"in_flight_groups": 64}, r"ahead\.partial\.tokens\s+Field required"),
     ],
 )
@@ -263,7 +271,7 @@ def test_a_former_name_changes_what_lies_below(below, table, laid_over):
 
 def test_later_options_are_not_in_the_keys_of_profiles_without_them():
     found = keyed(PPOConfig(advantage="grpo", samples_per_prompt=2, kl=KLAsLoss()))
-    assert not {"kl_estimator", "truncated_answers"} & set(found)
+    assert not {"kl_estimator", "truncated_answers", "router_replay"} & set(found)
     assert found["advantage"] == {"type": "grpo", "eps": 1e-6}
     assert "truncated" not in found["rewards"] and "token_cap" not in found["correction"]
 

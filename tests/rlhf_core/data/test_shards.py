@@ -185,6 +185,19 @@ def test_a_logged_step_keeps_episodes_turns_and_components(tmp_path):
     assert log.read(0, policy="abc").rollouts == rollouts
 
 
+def test_experts_are_logged_and_kept_for_later_steps_where_they_were_recorded(tmp_path):
+    routed = replace(ROLLOUTS[1], completion=replace(ROLLOUTS[1].completion, routed_experts=(3, 0, 1, 300, -1, -1)))
+    log = RolloutLog(tmp_path / "log")
+    log.write(0, [ROLLOUTS[0], routed], SCORER, policy="abc")
+    assert log.read(0, policy="abc").rollouts == [ROLLOUTS[0], routed]
+    rows = [Generation(one.prompt, one.prompt_ids, one.completion) for one in (ROLLOUTS[0], routed)]
+    for number, generations in enumerate((rows, rows[:1])):
+        write_generations(tmp_path / str(number), 0, generations)
+        assert read_generations(tmp_path / str(number)) == generations
+        names = pq.read_schema(tmp_path / str(number) / "shard-00000.parquet").names
+        assert ("routed_experts" in names) == (number == 0)
+
+
 def test_a_step_that_an_earlier_release_logged_as_parquet_is_read(tmp_path):
     write_rollouts(tmp_path / "step-000007", 0, ROLLOUTS)
     write_index(tmp_path / "step-000007", {"policy": "abc", "scorer": SCORER})

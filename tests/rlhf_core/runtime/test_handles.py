@@ -31,6 +31,7 @@ def test_packed_completions_are_the_same_after_a_pickle_and_empty_ones_stay():
         DONE,
         Completion((), (), "", "length", 1, 8, failure="no answer"),
         Completion((3, 4, 5), (-0.5, 0.0, -2.0), "episode", "stop", 2, 9, (ActionSpan(0, 1, 2, 0.5),), score=1.5),
+        Completion((3, 4), (-0.5, 0.0), "experts", "stop", 2, 9, routed_experts=(7, 300, 2, 1, -1, -1)),
     ]
     assert unpack(pickle.loads(pickle.dumps(pack(made)))) == made
     assert unpack(pack([])) == []
@@ -45,10 +46,10 @@ def test_an_engine_gets_each_request_as_a_tuple_of_its_fields():
             return [pack([DONE] * len(arguments[0][0]))]
 
     asked: list[Any] = []
-    requests = [SamplingRequest((1, 2), seed=7), SamplingRequest((3,), seed=8, max_tokens=5)]
+    requests = [SamplingRequest((1, 2), seed=7), SamplingRequest((3,), seed=8, max_tokens=5, routed_experts=True)]
     sampler = RaySampler(OneEngine(), transfer="", tensor_parallel=1)
     assert sampler.generate(requests, SamplingConfig()) == [DONE, DONE]
-    assert asked[0][0] == (((1, 2), 7, 0), ((3,), 8, 5))
+    assert asked[0][0] == (((1, 2), 7, 0, False), ((3,), 8, 5, True))
 
 
 def test_weights_of_another_runtime_are_refused():

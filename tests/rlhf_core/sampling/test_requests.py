@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -74,6 +75,21 @@ def test_an_answer_of_nothing_or_of_a_diverged_policy_is_none():
         FOLDER.completion(REQUEST, (), (), version=0)
     with pytest.raises(SamplingError, match=r"seed 50.*diverged"):
         FOLDER.completion(REQUEST, (0,), (float("nan"),), version=0)
+
+
+def test_experts_of_the_tokens_that_an_engine_read_are_kept_up_to_the_end_of_the_answer():
+    asking = SamplingRequest((5, 6), seed=50, routed_experts=True)
+    experts = np.arange(8, dtype=np.uint8).reshape(4, 2, 1)  # two tokens of the prompt, and two of the three drawn
+    tokens, logprobs = (0, 1, 2), (-0.5, -0.25, -0.5)
+    done = FOLDER.completion(asking, tokens, logprobs, version=0, experts=experts)
+    assert done.routed_experts == (*range(8), -1, -1)
+    cut = FOLDER.completion(asking, tokens, logprobs, version=0, stop=("a",), experts=experts)
+    assert (cut.token_ids, cut.routed_experts) == ((0,), tuple(range(6)))
+    assert not FOLDER.completion(REQUEST, tokens, logprobs, version=0, experts=experts).routed_experts
+    with pytest.raises(
+        SamplingError, match=r"seed 50\)\.routed_experts = True: the engine recorded no experts; set runtime"
+    ):
+        FOLDER.completion(asking, tokens, logprobs, version=0)
 
 
 def test_policies_of_one_shape_share_an_architecture_and_others_do_not(policies, tmp_path):

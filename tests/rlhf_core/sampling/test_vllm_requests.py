@@ -1,10 +1,12 @@
 """What `VllmSampler` asks of its engine, seen from an engine that only writes it down; vLLM itself is not needed."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rlhf_core.config.engines import SamplingConfig
@@ -26,6 +28,7 @@ class Engine:
     def __init__(self) -> None:
         self.prompts: list[dict[str, Any]] = []
         self.calls: list[str] = []
+        self.experts: np.ndarray | None = None
         self.llm_engine = SimpleNamespace(abort_request=lambda names: self.calls.append("abort"))
 
     def generate(
@@ -33,12 +36,13 @@ class Engine:
     ) -> list[Any]:
         self.prompts += prompts
         self.calls.append("generate")
-        output = SimpleNamespace(token_ids=(12,), logprobs=[{12: SimpleNamespace(logprob=-0.5)}])
-        return [SimpleNamespace(outputs=[output]) for _ in prompts]
+        drawn = {"token_ids": (12,), "logprobs": [{12: SimpleNamespace(logprob=-0.5)}]}
+        output = SimpleNamespace(**drawn, routed_experts=self.experts)
+        return [SimpleNamespace(outputs=[output], request_id=str(number)) for number in range(len(prompts))]
 
     def collective_rpc(self, method: str, **arguments: Any) -> list[Any]:
         self.calls.append(method)
-        return []
+        return [{}] if method == "take_experts" else []
 
     def sleep(self, *, level: int) -> None:
         self.calls.append(f"sleep {level}")
@@ -91,6 +95,15 @@ def test_without_prefix_caching_nothing_is_salted(policies, monkeypatch):
     sampler, engine = opened(policies[0], monkeypatch)
     sampler.generate(REQUESTS, SamplingConfig(max_tokens=1))
     assert engine.prompts == [{"prompt_token_ids": [10, 11]}] * 2
+
+
+def test_experts_that_vllm_returns_are_kept_and_no_prompt_finds_the_prefix_of_another(policies, monkeypatch):
+    sampler, engine = opened(policies[0], monkeypatch, routed_experts=True)
+    engine.experts = np.array([[[3, 0]], [[1, 2]]], np.uint8)  # of the prompt; the token that is drawn is not read
+    asking = [replace(one, routed_experts=True) for one in REQUESTS]
+    done = sampler.generate(asking, SamplingConfig(max_tokens=1))
+    assert [one.routed_experts for one in done] == [(3, 0, 1, 2, -1, -1)] * 2
+    assert len(set(salts(engine))) == 2
 
 
 def test_an_engine_falls_asleep_once_and_not_while_it_samples(policies, monkeypatch):

@@ -99,7 +99,7 @@ def refusal(call: Any) -> str:
 
 
 def plain(completions: list[Completion]) -> list[dict[str, Any]]:
-    per_token = ("token_ids", "logprobs")
+    per_token = ("token_ids", "logprobs", "routed_experts")
     return [asdict(one) | {name: getattr(one, name).tolist() for name in per_token} for one in completions]
 
 
