@@ -36,7 +36,7 @@ MOVED = {
     "rlhf_core.training.memory": "rlhf_contrib.planner.memory",
 }
 """Former name of a module, or of a package with its modules -> the present one. 0.4 refuses the former names."""
-MOVED_NAMES = {
+MOVED_NAMES: dict[str, dict[str, tuple[str, ...]]] = {
     "rlhf_core.config.engines": {
         "rlhf_core.config.models": (
             "ALL_LINEAR",

@@ -2,7 +2,7 @@
 
 import ast
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 from rlhf_core.store.fingerprint import sha256_text
 
@@ -114,7 +114,7 @@ def _local_messages(function: ast.AST, read: set[int]) -> Iterator[ast.expr]:
             yield from _texts(value)
 
 
-def _is_plain_assignment(node: ast.AST) -> bool:
+def _is_plain_assignment(node: ast.AST) -> TypeGuard[ast.Assign]:
     """True for `name = value` and `name, name = value`."""
     if not isinstance(node, ast.Assign) or len(node.targets) > 1:
         return False

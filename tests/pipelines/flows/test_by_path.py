@@ -145,7 +145,7 @@ def test_a_package_and_a_profile_of_the_version_before_work_with_a_warning_for_e
 ):
     """Each part imports a module that has moved, or a name that has."""
     sampler = SAMPLERS.replace("import BaseS", "import HFSamplerConfig, BaseS").replace(
-        "= 256", "= HFSamplerConfig().batch_size + 240"
+        "= 256", "= HFSamplerConfig().batch_size + 224"
     )
     (desk / "samplers.py").write_text(sampler)
     for part, line in (
@@ -153,7 +153,9 @@ def test_a_package_and_a_profile_of_the_version_before_work_with_a_warning_for_e
         ("rewards", "rlhf_core.data.worlds.support import facts_of"),
     ):
         (desk / f"{part}.py").write_text(f"from {line}\n" + (desk / f"{part}.py").read_text())
-    gold = 'rewards.terms.gold = {type = "function", function = "rlhf_core.data.worlds.support:gold_reward", sources = ["support"]}\n'
+    gold = (
+        'rewards.terms.gold = {type = "function", function = "rlhf_core.data.worlds.support_readers:reader_reward"}\n'
+    )
     (desk.parent / "desk.toml").write_text(PROFILE + gold)
     for module, name in (("config.engines", "HFSamplerConfig"), ("models.loading", "materialize")):
         vars(importlib.import_module(f"rlhf_core.{module}")).pop(name, None)
