@@ -65,12 +65,17 @@ FUNCTIONS = {
     "rlhf_contrib.worlds.support_readers:reader_reward": "8f96713256ee82ee",
     "rlhf_core.rewards.library.instructions:instructions_followed": "222a45e03a6739e0",
     "rlhf_core.rewards.library.instructions:on_topic": "222a45e03a6739e0",
+    "rlhf_core.rewards.library.math:math_reward": "0e8a5832d8057cf5",
+    "rlhf_core.rewards.library.reasoning_gym:reasoning_gym_reward": "8a981912ade8527c",
+    "rlhf_core.rewards.library.structure:think_format": "8c77b0ac9344600a",
     "rlhf_core.rewards.library.text:exact_match": "cec520f3b672cb19",
     "rlhf_core.rewards.verifiable:final_line_format": "8ce79c227c3ea600",
     "rlhf_core.rewards.verifiable:final_number": "8ce79c227c3ea600",
 }
-"""Reward function of ours -> the first digits of its digest. Keys contain it, docstrings and messages of its module included."""
+"""Reward function of ours -> the first digits of its digest, which keys contain. Until 0.2 docstrings and messages of its module
+counted, so the digest of its code now is in `FORMER_DIGESTS`."""
 FORMER_FUNCTIONS = {
+    "rlhf_core.rewards.library.code:code_reward": "rlhf_contrib.sandbox.code:code_reward",
     "rlhf_core.data.worlds.arithmetic:exact_match": "rlhf_contrib.worlds.arithmetic:exact_match",
     "rlhf_core.data.worlds.mixed:gold_reward": "rlhf_contrib.worlds.mixed:gold_reward",
     "rlhf_core.data.worlds.support:gold_reward": "rlhf_contrib.worlds.support:gold_reward",
@@ -85,9 +90,8 @@ def test_a_reward_function_of_ours_keeps_its_digest(function):
 
 
 def test_every_former_digest_is_that_of_a_function_in_the_table():
-    """Otherwise a module has changed since it moved, and its entry keeps no key."""
-    kept = {digest[:16] for digest in FORMER_DIGESTS.values()}
-    assert kept == {FUNCTIONS[present] for present in FORMER_FUNCTIONS.values()}
+    """Otherwise a module has changed since then, and its entry keeps no key."""
+    assert {digest[:16] for digest in FORMER_DIGESTS.values()} == set(FUNCTIONS.values())
 
 
 @pytest.mark.parametrize("former", FORMER_FUNCTIONS)

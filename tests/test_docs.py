@@ -35,6 +35,7 @@ PAGES = [
     *sorted(page for page in (ROOT / "docs").rglob("*.md") if not page.is_relative_to(GENERATED)),
     *generate_reference.READMES,
 ]
+SOURCES = (".py", ".toml", ".yaml", ".sh", ".sbatch", ".env", ".service")
 QUICK = (
     "completion",
     "data",
@@ -158,10 +159,38 @@ def test_what_a_page_points_to_is_there(page: Path) -> None:
     assert [path for path in paths if path not in to_be_made and not (ROOT / path).exists()] == []
 
 
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and the site name them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    headings = (
+        re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in re.findall(r"^#+ (.+)$", text, re.M)
+    )
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_part_of_a_page_that_a_link_leads_to_is_there(page: Path) -> None:
+    for name, anchor in re.findall(r"\]\(([^)#\s]*)#([\w-]+)\)", page.read_text()):
+        target = (page.parent / name).resolve() if name else page
+        if "://" not in name and target not in generated_pages():
+            assert anchor in anchors(target), f"{name}#{anchor}"
+
+
 def test_the_pages_that_the_code_names_are_there() -> None:
-    tops = ("rlhf_core", "stages", "pipelines", "rlhf_contrib", "benchmarks", "campaigns", "docs")
-    sources = [source.read_text() for top in tops for source in (ROOT / top).rglob("*.py")]
-    named = {page for text in sources for page in re.findall(r"(?<![\w/])docs/[\w/-]+\.md", text)}
+    tops = (
+        "rlhf_core",
+        "stages",
+        "pipelines",
+        "rlhf_contrib",
+        "benchmarks",
+        "campaigns",
+        "docs",
+        "profiles",
+        "requirements",
+    )
+    files = [source for top in tops for source in (ROOT / top).rglob("*") if source.suffix in SOURCES]
+    sources = [source.read_text() for source in files]
+    named = {page for text in sources for page in re.findall(r"(?<![\w/])(?:docs|rlhf_contrib)/[\w/-]+\.md", text)}
     assert [page for page in sorted(named) if not (ROOT / page).exists()] == []
 
 

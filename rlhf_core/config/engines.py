@@ -3,12 +3,13 @@
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from rlhf_core.config.models import LoraConfig
 from rlhf_core.errors import ConfigError
+from rlhf_core.moved import moved_names
 from rlhf_core.schema.base import OPERATIONAL, Config, added_option
 
 # ---------------------------------------------------------------- precision
@@ -262,3 +263,7 @@ def check_quantized(lora: LoraConfig | None, trainer: TrainerConfig, *, key: str
     if lora is not None and lora.quantize and trainer.zero_stage == 3:
         rule, remedy = "ZeRO 3 cannot partition 4-bit weights", "use runtime.trainer.zero_stage <= 2, or remove it"
         raise ConfigError(f"{key}.quantize", lora.quantize, rule, remedy)
+
+
+if not TYPE_CHECKING:
+    __getattr__ = moved_names(__name__)

@@ -9,14 +9,24 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.errors import ConfigError
-from rlhf_core.store.fingerprint import sha256_text
 from rlhf_core.store.index import load_entries, save_entries
 from rlhf_core.store.layout import cache_folder
 from rlhf_core.user_code.syntax import ANALYSES, OUR_PACKAGES, analysis_of, imported_names, parse_source
+from rlhf_core.user_code.syntax_digest import digest_with_texts, digest_without_texts
 
-PLUMBING = ("rlhf_core.errors", "rlhf_core.schema.secrets", "rlhf_core.secrets", "rlhf_core.stage", "rlhf_core.store",
-            "stages.declaration", "stages.measured")  # fmt: skip
-"""Modules and packages that store artifacts or declare stages but never compute content: a change there changes no key."""
+PLUMBING = (
+    "rlhf_core.errors",
+    "rlhf_core.moved",
+    "rlhf_core.schema.secrets",
+    "rlhf_core.secrets",
+    "rlhf_core.stage",
+    "rlhf_core.store",
+    "stages.declaration",
+    "stages.measured",
+)
+"""Modules and packages that name things, store artifacts or declare stages, but never compute their content: a change there
+changes no key.
+"""
 
 ALL_MODULES = ".__path__"
 """Suffix for the name of a package that imports all of its modules by looking them up with `pkgutil`."""
@@ -30,8 +40,8 @@ def module_digests(module_name: str, packages: tuple[str, ...] = OUR_PACKAGES) -
     """Return the digest of the syntax tree of `module_name` and of every module of `packages` it reaches, by name.
 
     Imports inside functions count, those for type checkers alone do not, and a package that uses its own `__path__`
-    imports all of its modules. Comments, docstrings and the modules of `PLUMBING` do not count. The modules are parsed,
-    not imported.
+    imports all of its modules. Comments and the modules of `PLUMBING` do not count, nor docstrings and messages of modules
+    of `packages`. The modules are parsed, not imported.
     """
     found: dict[str, str] = {}
     modules = _Modules()
@@ -47,7 +57,8 @@ def module_digests(module_name: str, packages: tuple[str, ...] = OUR_PACKAGES) -
                     "module", name, "is not installed", "install the whole wheel, or name a module on the path"
                 )
             continue
-        digest, imports = analysis_of(Path(path), name, Path(path).read_bytes(), _digest_and_run_imports)
+        analyse = _our_module if name.split(".")[0] in packages else _users_module
+        digest, imports = analysis_of(Path(path), name, Path(path).read_bytes(), analyse)
         found[name] = digest
         for target in imports:
             if target.split(".")[0] in packages:
@@ -111,14 +122,26 @@ class _Modules:
         return self._specs.setdefault(name, None)
 
 
-def _digest_and_run_imports(path: Path, name: str, content: bytes) -> list[Any]:
+# `analysis_of` knows analyses by the name of the function: one that computes another digest needs another name.
+def _our_module(path: Path, name: str, content: bytes) -> list[Any]:
     tree = parse_source(content, str(path))
+    imports = _imports(tree, path, name)
+    return [digest_without_texts(tree), imports]
+
+
+def _users_module(path: Path, name: str, content: bytes) -> list[Any]:
+    tree = parse_source(content, str(path))
+    return [digest_with_texts(tree), _imports(tree, path, name)]
+
+
+def _imports(tree: ast.Module, path: Path, name: str) -> list[str]:
+    """The imports of a module that run, in order."""
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     nodes = list(ast.walk(tree))
     imports = imported_names(_nodes_that_run(tree), package)
     if any(isinstance(node, ast.Name) and node.id == "__path__" for node in nodes):
         imports.add(package + ALL_MODULES)
-    return [sha256_text(_syntax(tree)), sorted(imports)]
+    return sorted(imports)
 
 
 def _nodes_that_run(tree: ast.AST) -> Iterator[ast.AST]:
@@ -130,28 +153,3 @@ def _nodes_that_run(tree: ast.AST) -> Iterator[ast.AST]:
                 yield from _nodes_that_run(other)
         else:
             yield from _nodes_that_run(child)
-
-
-def _syntax(node: ast.AST) -> str:
-    """Return the tree as text without positions, comments, docstrings and empty fields.
-
-    `ast.dump` is not used because its output changes between Python versions.
-    """
-    parts = [type(node).__name__]
-    for field in node._fields:
-        value = getattr(node, field, None)
-        if value is None or value == [] or field in ("type_comment", "kind", "ctx"):
-            continue
-        if isinstance(value, ast.AST):
-            parts.append(f"{field}={_syntax(value)}")
-        elif isinstance(value, list):
-            items = (_syntax(item) if isinstance(item, ast.AST) else repr(item) for item in value if not _is_text(item))
-            parts.append(f"{field}=[{','.join(items)}]")
-        else:
-            parts.append(f"{field}={value!r}")
-    return f"({' '.join(parts)})"
-
-
-def _is_text(node: Any) -> bool:
-    """Return whether a statement is only a string: the docstring of a module, class, function or attribute."""
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)

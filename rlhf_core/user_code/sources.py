@@ -28,6 +28,7 @@ from rlhf_core.user_code.syntax import (
     parse_source,
     top_level_names,
 )
+from rlhf_core.user_code.syntax_digest import digest_without_texts
 
 ENVIRONMENT = "env:"
 DECLARATION = "DEPENDS_ON"
@@ -146,7 +147,7 @@ def reached_from(location: str) -> list[UserModule]:
 def digest_of(modules: Sequence[UserModule], *, key: str) -> str:
     """Digest of the code of `modules` and of their declared dependencies.
 
-    Modules of ours that moved without another change keep the digest that they had before.
+    Modules of ours whose code is that of before keep the digest that they had then.
     """
     digest = sha256_text(canonical_json(code_of(modules, key=key)))
     return FORMER_DIGESTS.get(digest, digest)
@@ -254,7 +255,7 @@ def _source(path: Path, name: str) -> Source:
         return Source(file_digest(path), b"", (), (), None, ())
     # Read each time, and not known by its status: an edit may keep size and time.
     content = path.read_bytes()
-    digest, imports, declared, names, functions = analysis_of(path, name, content, _analyse)
+    digest, imports, declared, names, functions = analysis_of(path, name, content, _analyse_code)
     bound = None if names is None else frozenset(names)
     return Source(digest, content, tuple(imports), tuple(declared), bound, tuple(functions))
 
@@ -270,11 +271,12 @@ def _hashed(path: Path, status: tuple[int, ...]) -> str:
     return hash_file(path)
 
 
-def _analyse(path: Path, name: str, content: bytes) -> list[Any]:
+def _analyse_code(path: Path, name: str, content: bytes) -> list[Any]:
     """Values of the fields of a `Source` except its content."""
     try:
         tree = parse_source(content, str(path))
-        digest = _code_digest(content)
+        ours = name.partition(".")[0] in OUR_PACKAGES
+        digest = digest_without_texts(tree) if ours else _code_digest(content)
     except (ConfigError, ValueError, RecursionError, tokenize.TokenError):
         # Written for another Python: a file that cannot be parsed counts with all its bytes.
         return [hashlib.sha256(content).hexdigest(), [], [], None, []]

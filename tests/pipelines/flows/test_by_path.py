@@ -1,5 +1,6 @@
 """A stage, a sampler and a reward of a user's package, named by path in a profile: read, planned, run, and in the keys."""
 
+import importlib
 import json
 import re
 import sys
@@ -142,6 +143,40 @@ def test_a_profile_runs_with_them(config, home):
     again = plan_run(config, lifecycle, RunOptions(), store=store)
     assert {one.decision.action for one in again} == {"HIT"}
     assert store.record(again[-1].decision.key).metrics["reward/mean"] == -9.0  # the length of "It is 12."
+
+
+def test_a_package_and_a_profile_of_the_version_before_work_with_a_warning_for_each_former_name(
+    desk, home, monkeypatch
+):
+    """Each part imports a module that has moved, or a name that has."""
+    sampler = SAMPLERS.replace("import BaseS", "import HFSamplerConfig, BaseS").replace(
+        "= 256", "= HFSamplerConfig().batch_size + 224"
+    )
+    (desk / "samplers.py").write_text(sampler)
+    for part, line in (
+        ("shorten", "rlhf_core.models.loading import materialize"),
+        ("rewards", "rlhf_core.data.worlds.support import facts_of"),
+    ):
+        (desk / f"{part}.py").write_text(f"from {line}\n" + (desk / f"{part}.py").read_text())
+    gold = (
+        'rewards.terms.gold = {type = "function", function = "rlhf_core.data.worlds.support_readers:reader_reward"}\n'
+    )
+    (desk.parent / "desk.toml").write_text(PROFILE + gold)
+    for module, name in (("config.engines", "HFSamplerConfig"), ("models.loading", "materialize")):
+        vars(importlib.import_module(f"rlhf_core.{module}")).pop(name, None)
+    for name in [name for name in sys.modules if name.startswith("rlhf_core.data.worlds")]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.warns(FutureWarning) as said:
+        config = load_profile("desk.toml")
+        with open_run(config, lifecycle, RunOptions(), home=home, tracker=MemoryTracker(), listener=Notes()) as opened:
+            made = run_stages(opened, lifecycle, opened.directly, tags={})
+    texts = {str(one.message) for one in said if one.category is FutureWarning}
+    assert {text.partition(" is now ")[0] for text in texts} == {
+        "rlhf_core.config.engines.HFSamplerConfig",
+        "rlhf_core.models.loading.materialize",
+        "rlhf_core.data.worlds",
+    }
+    assert {"short", "answers", "scores"} <= made.keys()
 
 
 def test_their_code_is_in_the_keys(config, home, desk):

@@ -194,5 +194,5 @@ def test_kustomize_fills_in_image_and_secret():
     made = {one["kind"]: one for one in yaml.safe_load_all(text)}
     pods = [made["RayCluster"]["spec"]["headGroupSpec"], *made["RayCluster"]["spec"]["workerGroupSpecs"]]
     for container in (one["template"]["spec"]["containers"][0] for one in pods):
-        assert container["image"] == "registry.example/rlhf:0.2.0"
+        assert container["image"] == "registry.example/rlhf:0.3.0"
         assert container["envFrom"] == [{"secretRef": {"name": made["Secret"]["metadata"]["name"]}}]

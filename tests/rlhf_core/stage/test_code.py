@@ -182,7 +182,7 @@ def test_code_is_analysed_where_this_user_may_read_the_cache_but_not_write_it_or
             try:
                 ANALYSES.clear()
                 with remembered_code():
-                    again = analysis_of(module, "", content, sources._analyse)
+                    again = analysis_of(module, "", content, sources._analyse_code)
             finally:
                 os.seteuid(0)
             assert again[0] == first[1].digest and not list(Path(folder).iterdir())
@@ -195,7 +195,7 @@ def test_processes_that_save_at_the_same_time_leave_a_sound_cache_with_the_lates
         with remembered_code():
             begin.wait()
             for version in range(20):
-                analysis_of(module, "", f"def f{number}_{version}(): ...\n".encode(), sources._analyse)
+                analysis_of(module, "", f"def f{number}_{version}(): ...\n".encode(), sources._analyse_code)
 
     ANALYSES.clear()
     with ThreadPoolExecutor(8) as threads:
@@ -211,7 +211,7 @@ def test_the_cache_of_code_keeps_what_was_used_last(module, monkeypatch):
     for number in range(2):
         ANALYSES.clear()
         with remembered_code():
-            analysis_of(module, "kept_code", module.read_bytes(), sources._analyse)
-            analysis_of(module, "", b"A = %d\n" % number, sources._analyse)
+            analysis_of(module, "kept_code", module.read_bytes(), sources._analyse_code)
+            analysis_of(module, "", b"A = %d\n" % number, sources._analyse_code)
     kept = load_entries(cache_folder() / CODE)
     assert [functions for *_, functions in kept.values()] == [[], ["reward"], []]  # A = 0, the module of a user, A = 1

@@ -1,5 +1,6 @@
 """Stores that versions with schema 1 wrote: all results are hits, and nothing at the old places is lost."""
 
+import base64
 import hashlib
 import json
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from rlhf_core.store.layout import remove_tree
 from tests.support.buckets import Nodes
 from tests.support.toy_stage import ToyConfig, run_toy, stage_key, toy_spec
 
+WRITTEN = Path(__file__).parent / "written_by_9b1b25b8.json"
 KEY = stage_key(toy_spec())
 HALF = stage_key(toy_spec(ToyConfig(steps=4)))
 QUESTION = Question(gate="quality", condition={}, digest="d1", run="night")
@@ -78,6 +80,22 @@ def disk(store) -> tuple[ArtifactStore, Any]:
         remove_tree(store.root / name)
     (store.root / "store.json").write_text('{"schema": 1}')
     return ArtifactStore(store.root), ref
+
+
+def test_a_store_and_an_unfinished_attempt_that_commit_9b1b25b8_wrote_are_continued(tmp_path):
+    """Its files, as that version left them: a result with a pin, and an attempt with a checkpoint of step 2."""
+    for name, text in json.loads(WRITTEN.read_text()).items():
+        path = tmp_path / "store" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(base64.b64decode(text["base64"]) if isinstance(text, dict) else text.encode())
+    store = ArtifactStore(tmp_path / "store")
+    ref, decision = run_toy(store)
+    assert decision.action == "HIT" and "code changed since" in decision.reason
+    assert total(store, ref) == pytest.approx(21.3) and store.pins() == {ref.digest: "champion"}
+    ref, decision = run_toy(store, toy_spec(ToyConfig(steps=4)))
+    assert (decision.action, decision.step) == ("RESUME", 2) and "its code has changed since" in decision.reason
+    assert total(store, ref) == pytest.approx(28.5)  # 0.05 * (1 + 2 + 3 + 4) + 4 * seed
+    assert store.verify() == []
 
 
 def _content(root: Path) -> dict[str, str]:
