@@ -25,7 +25,7 @@ from rlhf_core.config.models import InitModel
 from rlhf_core.config.policy import LoopConfig
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.models.initialize import initialize_llama, train_tokenizer
-from rlhf_core.store.checkpoints import Checkpoints
+from rlhf_core.stage.checkpoints import Checkpoints
 from rlhf_core.store.layout import folder_bytes
 from rlhf_core.training.objectives.base import SftObjective
 from rlhf_core.training.trainer import LocalTrainer

@@ -17,8 +17,8 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.processes import kill_family, reading_lines
+from rlhf_core.stage.checkpoints import Checkpoints
 from rlhf_core.store.artifacts import ArtifactStore
-from rlhf_core.store.checkpoints import Checkpoints
 from rlhf_core.store.layout import CHECKPOINTS
 from rlhf_core.store.leases import name_of
 from rlhf_core.store.protocol import discard

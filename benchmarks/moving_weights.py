@@ -106,7 +106,7 @@ def moments_of(kind: str, folder: Path, dtype: str, groups: list[int], stages: l
 
 def resumed(folder: Path, dtype: str, ranks: int, stage: int) -> Iterator[str]:
     """Yield the lines of a resume under a ZeRO stage."""
-    from rlhf_core.store.checkpoints import Checkpoints
+    from rlhf_core.stage.checkpoints import Checkpoints
 
     found = measured(folder, dtype, "dense", ranks, "--resume", str(stage))
     yield f"resume | {max(rank['resume'] for rank in found):,.0f} | {found[0]['whole'] / 10:,.0f}"
@@ -286,7 +286,7 @@ def resume(folder: Path, dtype: str, stage: int) -> int:
     """Print how far the memory of one rank rises, above what it keeps then, when a trained model is restored."""
     from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
     from rlhf_core.interfaces import ModelSpec
-    from rlhf_core.store.checkpoints import Checkpoints, wait_for_parts
+    from rlhf_core.stage.checkpoints import Checkpoints, wait_for_parts
     from rlhf_core.training.objectives.base import SftObjective
     from rlhf_core.training.trainer import LocalTrainer
     from rlhf_core.types import TokenSample, ids, mask

@@ -33,6 +33,17 @@ SLACK = 0.03
 """A figure may be below its limit by this fraction, so that branches which lower it can be merged."""
 ENTRY_POINTS = ("main", "run")
 """Functions that are found by name: of a command, of a stage."""
+NAMES_OF_BUCKETS = re.compile(r"\bbuckets?\b|\bmirrors?\b|s3://", re.IGNORECASE)
+OTHER_BUCKETS = {
+    "pipelines/cli/main.py": "help of options that name the address of a store",
+    "pipelines/flows/recipe.py": "help of the option `store`",
+    "rlhf_core/algorithms/distillation.py": "of probabilities",
+    "rlhf_core/models/parameter_sources.py": "the verb",
+    "rlhf_core/models/piece_sizes.py": "of gradients, in DeepSpeed",
+    "rlhf_core/runtime": "of weights, in Ray's object store",
+    "rlhf_core/training/engines/deepspeed_setup.py": "of gradients, in DeepSpeed",
+}
+"""File or folder outside of the store -> the meaning of "bucket" or "mirror" there."""
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 FSTRING_START = getattr(tokenize, "FSTRING_START", None)  # from Python 3.12 on; 3.11 makes one token of an f-string
 FSTRING_END = getattr(tokenize, "FSTRING_END", None)
@@ -215,6 +226,16 @@ def test_every_folder_has_a_layer():
     assert exhaustive >= {"pipelines", "rlhf_core"}
     assert sorted(settings["root_packages"]) == list(PACKAGES)
     assert any(set(contract["layers"]) == set(PACKAGES) for contract in layers)
+
+
+def test_no_file_outside_of_the_store_knows_a_bucket():
+    """Stages and commands get folders and names of objects. Whether these lie on a disk is known to the store alone."""
+    files = [file for part in CORE for file in (ROOT / part).rglob("*.py")]
+    named = {
+        file.relative_to(ROOT).as_posix() for file in files if NAMES_OF_BUCKETS.search(file.read_text(encoding="utf-8"))
+    }
+    rooms = ("rlhf_core/store", *OTHER_BUCKETS)
+    assert [name for name in sorted(named) if not name.startswith(rooms)] == []
 
 
 def test_tests_stand_in_the_room_that_they_test():

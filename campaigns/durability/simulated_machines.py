@@ -32,7 +32,8 @@ from unittest import mock
 
 from greenlet import getcurrent, greenlet
 
-from rlhf_core.store import bucket, checkpoints, disk_lock, layout, leases
+from rlhf_core.stage import checkpoints
+from rlhf_core.store import bucket, disk_lock, layout, leases
 
 ROOT = "/sim"
 FIRST_DESCRIPTOR = 1 << 20

@@ -32,15 +32,15 @@ from campaigns.durability.simulated_machines import ROOT, Node, Process, World, 
 from rlhf_core.errors import ArtifactError
 from rlhf_core.schema.base import Config
 from rlhf_core.stage import key, versions
+from rlhf_core.stage.checkpoints import damaged_archive
 from rlhf_core.stage.context import StageContext
 from rlhf_core.stage.decision import Decision
+from rlhf_core.stage.gate_decisions import GateDecisions, Question
 from rlhf_core.stage.key import StageSpec
 from rlhf_core.stage.run import execute
 from rlhf_core.store import leases
 from rlhf_core.store.artifacts import ArtifactStore, object_digest
-from rlhf_core.store.checkpoints import damaged_archive
 from rlhf_core.store.disk import DiskStore
-from rlhf_core.store.gate_decisions import GateDecisions, Question
 from rlhf_core.store.layout import MANIFEST
 from rlhf_core.store.protocol import unpack
 from rlhf_core.types import PolicyRef

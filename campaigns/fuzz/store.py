@@ -23,12 +23,12 @@ from pipelines.flows.graph import Stages
 from pipelines.flows.profile import load_profile
 from pipelines.services.reconcile import reconcile_store
 from rlhf_core.errors import RlhfError
+from rlhf_core.stage.checkpoints import Checkpoints, damaged_archive
 from rlhf_core.stage.decision import Target as KeyTarget
 from rlhf_core.stage.decision import remember, target_of
 from rlhf_core.stage.key import StageSpec, Strictness
 from rlhf_core.store import attempts
 from rlhf_core.store.artifacts import ArtifactStore
-from rlhf_core.store.checkpoints import Checkpoints, damaged_archive
 from rlhf_core.store.layout import MANIFEST
 from rlhf_core.store.leases import name_of, ourselves
 from rlhf_core.store.protocol import update

@@ -11,9 +11,9 @@ from pipelines.cli.store_lists import LONGEST_RESULT, print_columns
 from pipelines.services.home import Home
 from pipelines.services.user_servers import tracking_uri
 from rlhf_core.errors import ConfigError, nearest
+from rlhf_core.stage.gate_decisions import GateDecisions
 from rlhf_core.store import audit
 from rlhf_core.store.artifacts import ArtifactStore
-from rlhf_core.store.opening import place_of
 from rlhf_core.store.records import KeyRecord
 from rlhf_core.tracking.champions import model_names, read_champions
 
@@ -41,13 +41,13 @@ def usage(options: argparse.Namespace) -> None:
             raise ConfigError("--by", name, f"is none of {', '.join(FIELDS)}", nearest(name, FIELDS))
     if len(set(by)) < len(by):
         raise ConfigError("--by", options.by, "names a field twice", "name each once")
-    since, folder = moment(options.since), store_folder(options)
-    rows = used([one for one in ArtifactStore(folder).records() if one.started >= since], by)
+    since, store = moment(options.since), ArtifactStore(store_folder(options))
+    rows = used([one for one in store.records() if one.started >= since], by)
     if options.json:
         print_json({"since": since, "usage": [asdict(row) | {"group": dict(zip(by, row.group))} for row in rows]})
         return
     if not rows:
-        print_line(console, f"the store {place_of(folder)} has no results since {since}")
+        print_line(console, f"the store {store.shared.uri} has no results since {since}")
         return
     cells = [
         (*row.group, str(row.results), f"{row.hours:.2f}", f"{row.cpu_hours:.2f}", f"{row.gpu_hours:.2f}")
@@ -77,8 +77,12 @@ def used(records: Sequence[KeyRecord], by: Sequence[str]) -> list[Use]:
 
 def show_audit(options: argparse.Namespace) -> None:
     """Print who pinned, approved, rejected, published, rolled back or collected garbage, and when, newest first."""
-    since, uri, folder = moment(options.since), tracking_uri(Home.here()), store_folder(options)
-    found = audit.deeds(ArtifactStore(folder).shared)
+    since, uri = moment(options.since), tracking_uri(Home.here())
+    store = ArtifactStore(store_folder(options)).shared
+    found = audit.deeds(store)
+    for request in GateDecisions(store).requests():
+        to = f"{request.question.gate} {request.question.digest[:12]}"
+        found += [audit.Deed(at=one.at, by=one.by, did=one.answer, to=to, why=one.reason) for one in request.answers]
     for champions in (read_champions(uri, name) for name in model_names(uri)):
         for move in () if champions is None else champions.moves:
             to = f"{champions.name} version {move.version} ({move.digest[:12]})" if champions else ""
@@ -87,7 +91,7 @@ def show_audit(options: argparse.Namespace) -> None:
     if options.json:
         print_json({"since": since, "audit": [one.model_dump() for one in shown]})
     elif not shown:
-        print_line(console, f"nothing was done since {since} in the store {place_of(folder)}, and no champion changed")
+        print_line(console, f"nothing was done since {since} in the store {store.uri}, and no champion changed")
     else:
         rows = [(one.at, one.by, one.did, one.to, short(one.why, LONGEST_RESULT)) for one in shown]
         print_columns(("at (UTC)", "by", "did", "to", "why"), rows, console)

@@ -15,7 +15,7 @@ from pipelines.services.running import Services, running
 from pipelines.services.user_servers import tracking_uri, user_prefect
 from rlhf_core.errors import ConfigError, nearest
 from rlhf_core.secrets.redaction import shown
-from rlhf_core.store.gate_decisions import Answer, GateRequest
+from rlhf_core.stage.gate_decisions import Answer, GateRequest
 from rlhf_core.tracking.mlflow_client import FLOW_RUN_TAG
 
 # ---------------------------------------------------------------- services verbs

@@ -75,7 +75,7 @@ def store_ls(options: argparse.Namespace) -> None:
     states = index.states(store, layout, {row.object for row in rows})
     if options.json:
         artifacts = [asdict(row) | asdict(states[row.object]) for row in reversed(rows)]
-        rest = {"unreadable": list(map(str, unreadable)), "quarantine": [asdict(one) for one in aside]}
+        rest = {"unreadable": unreadable, "quarantine": [asdict(one) for one in aside]}
         print_json({"store": store.uri, "artifacts": artifacts, **rest})
         return
     if is_empty(store, console):

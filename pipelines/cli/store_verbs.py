@@ -14,7 +14,6 @@ from rlhf_core.store import audit
 from rlhf_core.store.artifacts import ArtifactStore, object_digest
 from rlhf_core.store.collection import KEEP_DAYS, check_days
 from rlhf_core.store.opening import store_root
-from rlhf_core.store.sharing import reaching, share
 from rlhf_core.types import ArtifactRef
 
 
@@ -42,11 +41,7 @@ def look_after(store: ArtifactStore, options: argparse.Namespace, console: Conso
     elif options.store_verb in ("push", "pull"):
         transfer(store, options, console)
     elif options.store_verb == "share":
-        if not store.shared.folder_is_shared:
-            raise ConfigError("store", store.shared.uri, "is a bucket", "give people access to it where it is served")
-        reaching(store.root, options.group)  # before a folder is made
-        store.create()
-        share(store.root, options.group)
+        store.share(options.group)
         print_line(console, f"shared {store.root} with the group {options.group}")
     elif options.store_verb == "unpin":
         store.unpin(options.target)

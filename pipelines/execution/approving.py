@@ -8,8 +8,8 @@ from pipelines.execution.opening import store_of
 from pipelines.flows.profile import find_profile, load_profile, profile_digest
 from pipelines.services.home import Home
 from rlhf_core.errors import ConfigError
+from rlhf_core.stage.gate_decisions import Answer, GateAnswer, GateDecisions, GateRequest
 from rlhf_core.store.artifacts import ArtifactStore
-from rlhf_core.store.gate_decisions import Answer, GateAnswer, GateDecisions, GateRequest
 from rlhf_core.store.opening import store_root
 
 

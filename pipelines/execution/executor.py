@@ -11,12 +11,12 @@ from pipelines.flows.profile import PipelineConfig
 from rlhf_core.errors import WorkerLostError, explain
 from rlhf_core.interfaces import RegistryState, StageTracker
 from rlhf_core.stage import stopping
+from rlhf_core.stage.checkpoints import Checkpoints
 from rlhf_core.stage.decision import Decision, target_of
 from rlhf_core.stage.key import StageSpec, Strictness
 from rlhf_core.stage.run import find
 from rlhf_core.store import attempts
 from rlhf_core.store.artifacts import ArtifactStore
-from rlhf_core.store.checkpoints import Checkpoints
 from rlhf_core.types import ArtifactRef
 
 # ---------------------------------------------------------------- tracker

@@ -22,10 +22,10 @@ from pipelines.services.home import Home
 from pipelines.services.user_servers import tracking_uri
 from pipelines.services.waits import answers_awaited
 from rlhf_core.errors import ArtifactError, ConfigError, nearest
+from rlhf_core.stage.gate_decisions import GateAnswer, GateDecisions, Question
 from rlhf_core.stage.key import StageSpec
 from rlhf_core.stage.stopping import RunBlocked, RunHalted, StageWaiting
 from rlhf_core.store.artifacts import ArtifactStore
-from rlhf_core.store.gate_decisions import GateAnswer, GateDecisions, Question
 from rlhf_core.types import CHAMPION, ArtifactRef, PolicyRef, Prompt, PromptsRef, title
 from stages.publish import GateNote, PublishConfig
 from stages.table import STAGES

@@ -39,11 +39,11 @@ from rlhf_core.schema.base import keyed
 from rlhf_core.schema.secrets import with_secrets
 from rlhf_core.secrets.redaction import hidden, hide_in, without_secrets
 from rlhf_core.stage import stopping
+from rlhf_core.stage.gate_decisions import GateDecisions, Question, now
 from rlhf_core.stage.key import StageSpec
 from rlhf_core.stage.stopping import RunBlocked, RunHalted, RunOverBudget, StageWaiting
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.fingerprint import sha256_text
-from rlhf_core.store.gate_decisions import GateDecisions, Question, now
 from rlhf_core.store.protocol import discard, update
 from rlhf_core.store.roots import forget_wait, note_wait
 from rlhf_core.store.typed_json import Stored, stored_in

@@ -26,10 +26,10 @@ from pipelines.services.flow_runs import FLOW_NAME
 from pipelines.services.home import Home
 from rlhf_core.errors import readable
 from rlhf_core.stage.decision import Decision
+from rlhf_core.stage.gate_decisions import Answer, GateDecisions, Question
 from rlhf_core.stage.key import StageInput, StageSpec
 from rlhf_core.stage.stopping import RunHalted, StageWaiting
 from rlhf_core.store import attempts
-from rlhf_core.store.gate_decisions import Answer, GateDecisions, Question
 from rlhf_core.store.opening import open_store
 from rlhf_core.types import ArtifactRef, kind_of, title
 

@@ -14,7 +14,7 @@ from typing import Any
 from pipelines.services.home import Home
 from pipelines.services.user_servers import tracking_uri
 from rlhf_core.secrets.redaction import without_secrets
-from rlhf_core.store.gate_decisions import GateDecisions
+from rlhf_core.stage.gate_decisions import GateDecisions
 from rlhf_core.store.layout import read_json, write_json
 from rlhf_core.store.opening import open_store
 

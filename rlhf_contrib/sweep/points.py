@@ -28,10 +28,10 @@ from rlhf_core.config.former_names import present_name
 from rlhf_core.config.monitors import is_named, remedy_of
 from rlhf_core.errors import ConfigError, nearest
 from rlhf_core.secrets.redaction import without_secrets
+from rlhf_core.stage.gate_decisions import GateDecisions, Question
 from rlhf_core.stage.key import StageSpec
 from rlhf_core.stage.stopping import RunHalted
 from rlhf_core.store.artifacts import ArtifactStore
-from rlhf_core.store.gate_decisions import GateDecisions, Question
 from rlhf_core.types import ArtifactRef
 from stages.table import numbers_of
 

@@ -32,10 +32,10 @@ from rlhf_core.monitoring.bands import Action, History, MonitorConfig
 from rlhf_core.rewards.scoring import Scorer, component_means
 from rlhf_core.rollouts.answers import OpenEnvironments, StepSampler, answers
 from rlhf_core.schema.base import keyed
+from rlhf_core.stage.checkpoints import Checkpoint
 from rlhf_core.stage.context import StageContext
 from rlhf_core.stage.failures import Counts
-from rlhf_core.store.checkpoints import Checkpoint
-from rlhf_core.store.gate_decisions import GateAnswer, GateDecisions, Question
+from rlhf_core.stage.gate_decisions import GateAnswer, GateDecisions, Question
 from rlhf_core.types import Generation, Prompt, Rollout, chunks, derive_seed
 
 # ---------------------------------------------------------------- held out

@@ -21,8 +21,8 @@ from rlhf_core.runtime.placement import GpuSharing
 from rlhf_core.runtime.weight_sync import DeviceWeights, StoredWeights
 from rlhf_core.runtime.worker_group import WorkerGroup
 from rlhf_core.sequences import Samples, Sequences, Subset, offsets_of, take
+from rlhf_core.stage.checkpoints import write_part
 from rlhf_core.store.checkpoint_parts import note_elsewhere, parts_elsewhere
-from rlhf_core.store.checkpoints import write_part
 from rlhf_core.store.node_folders import NodeFolder, named
 from rlhf_core.store.protocol import Damaged, Gone
 from rlhf_core.training.batching import reduce, shares, step_counts

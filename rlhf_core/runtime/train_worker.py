@@ -22,8 +22,8 @@ from rlhf_core.runtime.ray_settings import ray
 from rlhf_core.runtime.shared_sequences import SharedSequences
 from rlhf_core.runtime.weight_sync import DeviceSender, StagedWeights, StoredWeights
 from rlhf_core.sequences import Subset
+from rlhf_core.stage.checkpoints import wait_for_parts
 from rlhf_core.store.checkpoint_parts import Parts
-from rlhf_core.store.checkpoints import wait_for_parts
 from rlhf_core.store.layout import remove_tree
 from rlhf_core.store.node_folders import NodeFolder
 

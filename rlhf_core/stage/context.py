@@ -13,6 +13,7 @@ from rlhf_core.interfaces import Runtime, StageTracker
 from rlhf_core.processes.identity import user_name
 from rlhf_core.schema.base import Config, CustomFunction
 from rlhf_core.stage import failures, stopping
+from rlhf_core.stage.checkpoints import Checkpoints
 from rlhf_core.stage.decision import Target
 from rlhf_core.stage.failures import Counts, Settings
 from rlhf_core.stage.key import StageSpec
@@ -20,7 +21,6 @@ from rlhf_core.stage.versions import environment
 from rlhf_core.store import attempts
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.attempts import Attempt
-from rlhf_core.store.checkpoints import Checkpoints
 from rlhf_core.store.leases import Lease
 from rlhf_core.store.records import Failed, Provenance
 from rlhf_core.types import ArtifactRef
@@ -55,14 +55,6 @@ class RunningAttempt:
     def seconds(self) -> float:
         """Return how long the attempt has run."""
         return time.monotonic() - self.clock
-
-    def still_ours(self) -> None:
-        """Raise ArtifactError after a takeover by another process.
-
-        An unreadable lease passes; commits check again.
-        """
-        if not self.lease.may_be_ours():
-            self.lease.check()
 
     def provenance(
         self, metrics: Mapping[str, float], engines: dict[str, str], failed: dict[str, Failed], unseen: tuple[str, ...]
@@ -166,7 +158,7 @@ class StageContext:
         }
         if not new:
             return
-        self._run.still_ours()
+        self._run.lease.fence()
         # The tracker comes first: it accepts a step twice, so a kill between the two writes loses nothing.
         self.tracker.metrics(step, new)
         with (self.work / attempts.METRICS).open("a", encoding="utf-8") as stream:
@@ -184,7 +176,7 @@ class StageContext:
 
         Raises ArtifactError if another process has taken the stage over.
         """
-        self._run.still_ours()
+        self._run.lease.fence()
         return bool(stopping.reason())
 
     def stop(self) -> NoReturn:
@@ -231,3 +223,20 @@ class StageContext:
             parents=tuple(dict.fromkeys(ref.digest for ref in self._run.spec.refs())),
             pin=pin,
         )
+
+
+def logged_steps(path: Path) -> dict[str, int]:
+    """The last step of each metric in the file of earlier attempts; a line cut short by a kill is removed."""
+    if not path.exists():
+        return {}
+    content = path.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    if len(whole) < len(content):
+        with path.open("r+b") as stream:
+            stream.truncate(len(whole))
+    last: dict[str, int] = {}
+    for line in whole.splitlines():
+        entry = json.loads(line)
+        for name in entry["values"]:
+            last[name] = max(last.get(name, entry["step"]), entry["step"])
+    return last

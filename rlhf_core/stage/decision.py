@@ -8,21 +8,21 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, ValidationError
+from pydantic import AfterValidator
 
 from rlhf_core.config.former_names import present_name
 from rlhf_core.secrets.redaction import hidden
+from rlhf_core.stage.checkpoints import Checkpoints
 from rlhf_core.stage.corrections import CORRECTIONS
 from rlhf_core.stage.failures import failure_settings, misfit, noted
 from rlhf_core.stage.key import StageSpec, Strictness, key_payload, payload_key, stage_code, user_functions
 from rlhf_core.stage.versions import other_versions, versions
 from rlhf_core.store import attempts
 from rlhf_core.store.artifacts import ArtifactStore
-from rlhf_core.store.checkpoints import Checkpoints
 from rlhf_core.store.fingerprint import canonical_json
 from rlhf_core.store.leases import Lease
 from rlhf_core.store.records import KeyRecord
-from rlhf_core.store.typed_json import Stored
+from rlhf_core.store.typed_json import Stored, parse
 
 Action = Literal["HIT", "ATTACH", "RESUME", "RUN", "BLOCKED"]
 
@@ -224,11 +224,7 @@ def remember(store: ArtifactStore, spec: StageSpec, target: Target) -> None:
 
 
 def _note(store: ArtifactStore, label: str, pipeline: str) -> _Note | None:
-    found = store.label(label, pipeline)
-    try:
-        return None if found is None else _Note.model_validate(found)
-    except ValidationError:
-        return None
+    return parse(store.label(label, pipeline), _Note)
 
 
 def last_record(store: ArtifactStore, spec: StageSpec) -> KeyRecord | None:

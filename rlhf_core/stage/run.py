@@ -9,7 +9,8 @@ from rlhf_core.interfaces import Runtime, StageTracker
 from rlhf_core.schema import secrets
 from rlhf_core.secrets.redaction import hide_in
 from rlhf_core.stage import stopping
-from rlhf_core.stage.context import NOTHING, Progress, RunningAttempt, StageContext
+from rlhf_core.stage.checkpoints import Checkpoints
+from rlhf_core.stage.context import NOTHING, Progress, RunningAttempt, StageContext, logged_steps
 from rlhf_core.stage.decision import (
     Decision,
     Target,
@@ -25,7 +26,6 @@ from rlhf_core.stage.key import StageSpec, Strictness, stage_module
 from rlhf_core.store import attempts
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.attempts import Attempt, AttemptFolder, Status
-from rlhf_core.store.checkpoints import Checkpoints
 from rlhf_core.store.layout import CHECKPOINTS, naming_disk_errors
 from rlhf_core.store.leases import Lease, Lost, Owner
 from rlhf_core.store.records import KeyRecord
@@ -90,8 +90,9 @@ def execute(
         if found is not None:
             return found[0].handle, attached[0] if attached else reported(found[1])
         check_secrets(spec)
-        if not starts_over(store.attempts(target.key, lease), target, force=force):
-            bring_work(lease, store.layout.attempt(lease.key))
+        folder = store.attempts(target.key, lease)
+        if not starts_over(folder, target, force=force):
+            bring_work(folder)
         decision = reported(decide_work(store, spec, target, force=force, lease=lease))
         remember(store, spec, target)
         run = _begin(store, spec, target, lease, decision, force=force, tracking=tracking)
@@ -142,7 +143,7 @@ def _begin(
         forced=force,
         continues=force and not anew,
     )
-    logged = attempts.logged_steps(folder)
+    logged = logged_steps(attempts.metrics(folder))
     past = attempts.history(folder)
     return RunningAttempt(
         spec=spec,
@@ -178,7 +179,7 @@ def _finish(
         seed=run.spec.seed,
         out=attempts.output(folder, run.attempt),
         work=run.work,
-        checkpoints=Checkpoints(run.work / CHECKPOINTS, fence=run.still_ours),
+        checkpoints=Checkpoints(run.work / CHECKPOINTS, fence=run.lease.fence),
         tracker=tracker,
         runtime=runtime,
         store=store,

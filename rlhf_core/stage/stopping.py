@@ -47,7 +47,7 @@ class StageWaiting(RunHalted):
     """Raised by a stage that waits for people; the same command goes on when they are done.
 
     `condition` holds, as JSON values, what the stage waits for: see `rlhf_core.annotation.people.is_met`, or under
-    `question` a question to a person (`rlhf_core.store.gate_decisions.Question`).
+    `question` a question to a person (`rlhf_core.stage.gate_decisions.Question`).
     """
 
     def __init__(self, message: str, condition: Mapping[str, Any] = MappingProxyType({})) -> None:

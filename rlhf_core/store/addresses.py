@@ -23,24 +23,23 @@ _LONGEST_FOLDER = 200  # bytes: the folder of its cache has this name and a dige
 
 def check_address(uri: str) -> None:
     """Raise ConfigError for an address that is not `s3://bucket/folder`, `gs://` or `az://`, or that has two spellings."""
-    bucket, *folders = uri.rstrip("/").partition("://")[2].split("/")
-    if uri.partition("://")[0] not in SCHEMES or not bucket:
-        rule = f"is no bucket; known are {', '.join(f'{scheme}://' for scheme in SCHEMES)}"
-        raise ConfigError("store", uri, rule, "write s3://BUCKET/FOLDER")
-    if "@" in bucket:
-        rule = "has credentials, which belong into the environment"
-        raise ConfigError("store", f"...@{uri.rpartition('@')[2]}", rule, "write s3://BUCKET/FOLDER")
-    if not uri.isprintable():
-        raise ConfigError("store", uri, "has signs that do not print", "write s3://BUCKET/FOLDER")
-    if found := next((sign for sign in _NOT_IN_ADDRESSES if sign in uri.partition("://")[2]), ""):
+    scheme, _, rest = uri.partition("://")
+    bucket, *folders = rest.rstrip("/").split("/")
+    given, rule = uri, ""
+    if scheme not in SCHEMES or not bucket:
+        rule = f"is no bucket; known are {', '.join(f'{one}://' for one in SCHEMES)}"
+    elif "@" in bucket:
+        given, rule = f"...@{uri.rpartition('@')[2]}", "has credentials, which belong into the environment"
+    elif not uri.isprintable():
+        rule = "has signs that do not print"
+    elif found := next((sign for sign in _NOT_IN_ADDRESSES if sign in rest), ""):
         rule = f"has {found!r}, so it may mean another bucket or folder than it names"
-        raise ConfigError("store", uri, rule, "write s3://BUCKET/FOLDER")
-    if not is_host(bucket) or len(bucket) > _LONGEST_FOLDER:  # the name of its host, for some servers
+    elif not is_host(bucket) or len(bucket) > _LONGEST_FOLDER:  # the name of its host, for some servers
         rule = "has a bucket that is no name of one: letters, digits, '.', '-' and '_'"
-        raise ConfigError("store", uri, rule, "write s3://BUCKET/FOLDER")
-    if bad := [one for one in folders if one in ("", ".", "..") or len(one.encode()) > _LONGEST_FOLDER]:
+    elif bad := [one for one in folders if one in ("", ".", "..") or len(one.encode()) > _LONGEST_FOLDER]:
         rule = f"has a folder {bad[0]!r}; one must have 1 to {_LONGEST_FOLDER} bytes, and be neither . nor .."
-        raise ConfigError("store", uri, rule, "write s3://BUCKET/FOLDER")
+    if rule:
+        raise ConfigError("store", given, rule, "write s3://BUCKET/FOLDER")
 
 
 def open_bucket(uri: str) -> Any:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from pydantic import Field
 
-from rlhf_core.errors import ArtifactError
+from rlhf_core.errors import ArtifactError, ConfigError
 from rlhf_core.store import attempts, collection, roots
 from rlhf_core.store.attempts import Attempt, AttemptFolder
 from rlhf_core.store.collection import KEEP_DAYS, Damage, GcReport, note_use
@@ -30,7 +30,6 @@ from rlhf_core.store.fingerprint import (
     sha256_text,
     tree_digest,
 )
-from rlhf_core.store.index import Unreadable
 from rlhf_core.store.layout import (
     FORBIDDEN,
     MANIFEST,
@@ -48,7 +47,7 @@ from rlhf_core.store.leases import Lease, Owner, hold, living_owner, name_of, ow
 from rlhf_core.store.opening import open_store
 from rlhf_core.store.protocol import Conflict, DamagedTable, Gone, StoredTable, update
 from rlhf_core.store.records import KeyRecord, Provenance, parse_record
-from rlhf_core.store.sharing import give_made, open_to_group
+from rlhf_core.store.sharing import give_made, open_to_group, reaching, share
 from rlhf_core.store.typed_json import Stored, read_stored
 from rlhf_core.store.unfinished import note_holder
 from rlhf_core.types import ArtifactRef, kind_of
@@ -157,24 +156,18 @@ class ArtifactStore:
                     self.shared.fetch(object_digest(ref))
 
     def records(self) -> list[KeyRecord]:
-        """All readable key records, oldest first, without checking their objects."""
-        records, unreadable = self.scan()
-        for found in unreadable:
-            logger.warning("store: %s", found)
-        return records
-
-    def scan(self) -> tuple[list[KeyRecord], list[Unreadable]]:
-        """The key records, oldest first, and the tables that this version cannot read."""
+        """All readable key records, oldest first, without checking their objects. The others are logged."""
         damaged: list[DamagedTable] = []
-        records, unreadable = [], []
+        records = []
         for table in self.shared.tables("keys/", damaged=damaged):
             record, problem = parse_record(table)
             if record is not None:
                 records.append(record)
             elif problem:
-                unreadable.append(Unreadable(table.name, problem))
-        unreadable += [Unreadable("", str(error)) for error in damaged]
-        return sorted(records, key=lambda record: (record.started, record.key)), unreadable
+                logger.warning("store: %s %s", table.name, problem)
+        for error in damaged:
+            logger.warning("store: %s", error)
+        return sorted(records, key=lambda record: (record.started, record.key))
 
     def used(self, key: str, lease: Lease | None = None) -> bool:
         """Note that the result of `key` is in use, so that `gc` keeps it; False if it is gone.
@@ -298,6 +291,14 @@ class ArtifactStore:
     def restore(self, key: str) -> None:
         """Let the record of a key count again that `verify` set aside."""
         collection.restore(self.shared, key)
+
+    def share(self, group: str) -> None:
+        """Give the store to a Unix group, after a check that its members can reach it."""
+        if not self.shared.folder_is_shared:
+            raise ConfigError("store", self.shared.uri, "is a bucket", "give people access to it where it is served")
+        reaching(self.root, group)  # before a folder is made
+        self.create()
+        share(self.root, group)
 
     def pin(self, target: str, *, note: str = "") -> None:
         """Protect an object from `gc` until it is unpinned; `target` is a digest, a key or a `store://` uri."""

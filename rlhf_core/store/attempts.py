@@ -102,7 +102,7 @@ def begin(
     """
     past = history(folder)
     attempt = Attempt(
-        number=max([0, *(item.number for item in past[-1:]), *_works(folder), *_numbered(folder, "out")]) + 1,
+        number=max([0, *(item.number for item in past[-1:]), *work_numbers(folder), *_numbered(folder, "out")]) + 1,
         started=datetime.now(UTC).isoformat(timespec="milliseconds"),
         host=socket.gethostname(),
         pid=os.getpid(),
@@ -116,7 +116,7 @@ def begin(
         continues=continues,
     )
     left = [folder.path / f"out-{number}" for number in _numbered(folder, "out")]
-    earlier = latest_work(folder) if _works(folder) else None
+    earlier = latest_work(folder) if work_numbers(folder) else None
     _write(folder, label, [*past, attempt])  # fenced: what is moved below was chosen while the lease was ours
     for out in left:
         _remove_output(out)
@@ -179,7 +179,7 @@ def work(folder: AttemptFolder, attempt: Attempt) -> Path:
 
 def latest_work(folder: AttemptFolder) -> Path:
     """Return the work folder of the last attempt; it may not exist."""
-    return folder.path / f"work-{max(_works(folder), default=0)}"
+    return folder.path / f"work-{max(work_numbers(folder), default=0)}"
 
 
 def checkpoints(folder: AttemptFolder) -> Path:
@@ -192,24 +192,6 @@ def metrics(folder: AttemptFolder) -> Path:
     return latest_work(folder) / METRICS
 
 
-def logged_steps(folder: AttemptFolder) -> dict[str, int]:
-    """Return the last step of each metric that earlier attempts recorded; a line cut short by a kill is removed."""
-    path = metrics(folder)
-    if not path.exists():
-        return {}
-    content = path.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
-    if len(whole) < len(content):
-        with path.open("r+b") as stream:
-            stream.truncate(len(whole))
-    last: dict[str, int] = {}
-    for line in whole.splitlines():
-        entry = json.loads(line)
-        for name in entry["values"]:
-            last[name] = max(last.get(name, entry["step"]), entry["step"])
-    return last
-
-
 def unfinished_work(folder: AttemptFolder) -> list[str]:
     """Return the names of the files besides checkpoints (shards, tables) from which a stage can resume."""
     return _unfinished(latest_work(folder))
@@ -220,7 +202,7 @@ def clear(folder: AttemptFolder, *, keep_metrics: bool, until: Attempt | None = 
 
     `until` limits this to the files of that attempt and earlier ones: a later attempt may belong to another process.
     """
-    numbers = [number for number in _works(folder) if until is None or number <= until.number]
+    numbers = [number for number in work_numbers(folder) if until is None or number <= until.number]
     for number in numbers:
         if number != max(numbers):  # written by a process after another one had taken over
             remove_tree(folder.path / f"work-{number}")
@@ -249,7 +231,7 @@ def give_way(folder: AttemptFolder, attempt: Attempt) -> None:
         _remove_output(output(folder, attempt))
 
 
-def _works(folder: AttemptFolder) -> list[int]:
+def work_numbers(folder: AttemptFolder) -> list[int]:
     """Return the numbers of the attempts that have a work folder."""
     return _numbered(folder, "work")
 

@@ -5,15 +5,11 @@ of a champion in the registry, with the same facts; `rlhf audit` shows all of th
 """
 
 import secrets
-from contextlib import suppress
 from datetime import UTC, datetime
 
-from pydantic import ValidationError
-
 from rlhf_core.processes.identity import user_name
-from rlhf_core.store.gate_decisions import GateDecisions
 from rlhf_core.store.protocol import Store
-from rlhf_core.store.typed_json import Stored
+from rlhf_core.store.typed_json import Stored, stored_in
 
 
 class Deed(Stored):
@@ -37,12 +33,5 @@ def note(store: Store, did: str, to: str, why: str = "") -> None:
 
 
 def deeds(store: Store) -> list[Deed]:
-    """What people did in a store, decisions at gates included, oldest first."""
-    found = []
-    for table in store.tables("audit/"):
-        with suppress(ValidationError):
-            found.append(Deed.model_validate(table.value))
-    for request in GateDecisions(store).requests():
-        to = f"{request.question.gate} {request.question.digest[:12]}"
-        found += [Deed(at=one.at, by=one.by, did=one.answer, to=to, why=one.reason) for one in request.answers]
-    return sorted(found, key=lambda deed: deed.at)
+    """What people did in a store, decisions at gates not included."""
+    return [deed for table in store.tables("audit/") if (deed := stored_in(table, Deed)) is not None]

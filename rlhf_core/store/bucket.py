@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rlhf_core.processes.identity import here
-from rlhf_core.store.checkpoint_parts import Parts
+from rlhf_core.store.checkpoint_parts import Parts, UploadedFile
 from rlhf_core.store.fingerprint import FileEntry, hash_file, list_files, sha256_text, tree_digest
 from rlhf_core.store.layout import (
     is_inside,
@@ -93,11 +93,19 @@ class BucketStore:
 
     def read(self, name: str) -> StoredTable | None:
         """One GET."""
-        return self._read(f"tables/{name}")
+        found = self._get(name)
+        table = None if found is None else found[1]
+        self._note(name, table)
+        return _existing(table)
 
     def recent(self, name: str) -> StoredTable | None:
         """No request while a listing is recent, except for a table that it lacks."""
-        return self._recent(f"tables/{name}")
+        with self._threads:
+            known, is_open = self._listed.get(name), bool(self._snapshots)
+            is_recent = is_open or time.monotonic() - self._listed_at < RECENT_S
+        if is_open or (is_recent and _existing(known) is not None):  # a table that was missing may exist by now
+            return _existing(known)
+        return self.read(name)
 
     @contextmanager
     def snapshot(self, *, within_s: float = FRESH_S) -> Iterator[None]:
@@ -119,30 +127,29 @@ class BucketStore:
 
         The look at the object comes after the write: a collection that did not see the write has marked the object before.
         """
-        written = self._write(f"tables/{name}", value, expected)
+        written = self._write(name, value, expected)
         for digest in refers:  # after the write: a collection that did not see it has marked the object before
             self._keep(digest)
         return written
 
     def remove(self, name: str, expected: str) -> None:
         """One PUT of a value that stands for no table."""
-        self._write(f"tables/{name}", _REMOVED, expected)
+        self._write(name, _REMOVED, expected)
 
     def tables(self, prefix: str, *, damaged: list[DamagedTable] | None = None) -> Iterator[StoredTable]:
         """One LIST for 1,000 tables, and a GET for each that this node has not read at its present version."""
-        yield from (table for table in self._tables(f"tables/{prefix}", damaged) if table.value != _REMOVED)
+        yield from filter(_existing, self._tables(prefix, damaged))
 
     def set_table_aside(self, name: str) -> None:
         """Copy the damaged bytes to `quarantine/`, and let the name be free."""
-        raw, version, _ = self._again(lambda: self.server.get(f"tables/{name}"))
+        raw, version, _ = self._again(lambda: self.server.get(_place(name)))
         if unpack(raw) is None:
             self.server.put(f"quarantine/{name}.{secrets.token_hex(4)}", raw, None)
-            self.server.put(f"tables/{name}", pack(_REMOVED), version)
+            self.server.put(_place(name), pack(_REMOVED), version)
 
     def versions(self, prefix: str) -> dict[str, str]:
         """Name of each table below a prefix -> its version. Removed tables are among them."""
-        listed = self._again(lambda: list(self.server.list(f"tables/{prefix}")))
-        return {name.removeprefix("tables/"): version for name, version, *_ in listed}
+        return {name: version for name, version, _ in self._list(prefix)}
 
     def now(self, *, exact: bool = True) -> float:
         """One PUT and one HEAD, or a file of this node if the time need not be exact.
@@ -168,7 +175,7 @@ class BucketStore:
         name, mine = f"objects/{digest}", ""
         listed = {path: [entry.size, entry.sha256] for path, entry in files.items()}
         while True:
-            found = self._read(name)
+            found = self.read(name)
             version = None if found is None else found.version
             state = _NO_OBJECT if found is None else found.value
             with suppress(Conflict):
@@ -226,7 +233,7 @@ class BucketStore:
                 raise Damaged("artifact", digest[:12], rule, "run `rlhf store verify`")
             self._copies.evict(sum(one.size for one in files.values()))
             try:
-                self._download({path: (f"data/{digest}-{state['live']}/", one) for path, one in files.items()}, part)
+                self._download(_data_files(digest, state), part)
             except FileNotFoundError:  # collected, and perhaps added again, since its table was read
                 remove_tree(part)
                 continue
@@ -235,22 +242,21 @@ class BucketStore:
 
     def has(self, digest: str) -> bool:
         """One GET."""
-        found = self._read(f"objects/{digest}")
-        return found is not None and bool(found.value["live"])
+        return self._object(digest) is not None
 
     def problem(self, digest: str, *, deep: bool = False) -> str:
         """Without `deep` the table of the object says whether it is there. It is read anew before the answer is no."""
-        found = None if deep else self._recent(f"objects/{digest}")
-        if found is None or not found.value["live"]:
-            found = self._read(f"objects/{digest}")
-        if found is None or not found.value["live"]:
+        known = None if deep else self.recent(f"objects/{digest}")
+        if known is not None and known.value["live"]:
+            return ""
+        found = self._object(digest)
+        if found is None:
             return f"is not in {self.uri}"
         if not deep:
             return ""
-        part, prefix = self.scratch(), f"data/{digest}-{found.value['live']}/"
+        part = self.scratch()
         try:
-            files = {path: (prefix, FileEntry(*entry)) for path, entry in found.value["files"].items()}
-            self._download(files, part)
+            self._download(_data_files(digest, found.value), part)
         except FileNotFoundError as error:
             return f"has lost a file ({error})"
         except Damaged as error:
@@ -261,14 +267,14 @@ class BucketStore:
 
     def set_aside(self, digest: str) -> None:
         """Make the live generation unreadable under the digest, without deleting a file."""
-        found = self._read(f"objects/{digest}")
-        if found is not None and found.value["live"]:
+        found = self._object(digest)
+        if found is not None:
             aside = [*found.value.get("aside", ()), found.value["live"]]
             self._write(found.name, found.value | {"live": "", "aside": aside}, found.version)
 
     def restore(self, digest: str) -> None:
         """Make the generation live again that was set aside last."""
-        found = self._read(f"objects/{digest}")
+        found = self.read(f"objects/{digest}")
         if found is not None and not found.value["live"] and found.value.get("aside"):
             *aside, live = found.value["aside"]
             self._write(found.name, found.value | {"live": live, "aside": aside}, found.version)
@@ -278,7 +284,7 @@ class BucketStore:
 
         Tables that cannot be read are passed over.
         """
-        for table in self._tables("objects/", []):
+        for table in self.tables("objects/", damaged=[]):
             digest, state = table.name.partition("/")[2], table.value
             aside = state.get("aside", [])
             if aside and table.written < before:
@@ -298,11 +304,16 @@ class BucketStore:
         for one in generations:
             self._delete(self._names(f"data/{digest}-{one}/"))
 
+    def _object(self, digest: str) -> StoredTable | None:
+        """The table of an object as of now; None if the object is not in the store."""
+        found = self.read(f"objects/{digest}")
+        return found if found is not None and found.value["live"] else None
+
     def _live(self, digest: str) -> StoredTable:
-        """The table of a stored object. Raises Gone if it has no live generation."""
-        found = self._read(f"objects/{digest}")
-        if found is None or not found.value["live"]:
-            raise Gone("artifact", digest[:12], f"is not in {self.uri}", "run again to make it again")
+        """The table of an object. Raises Gone if the object is not in the store."""
+        found = self._object(digest)
+        if found is None:
+            raise Gone.object(digest, self.uri)
         return found
 
     def _keep(self, digest: str) -> None:
@@ -319,46 +330,36 @@ class BucketStore:
     def save_work(self, key: str, token: str, folder: Path, last: Mapping[str, Any]) -> dict[str, Any]:
         """Upload the files whose content the last checkpoint did not have."""
         there = {entry[1]: entry for entry in last.get("files", {}).values()}
-        digests = {path: hash_file(folder / path) for path in list_files(folder)}
-        files = {
-            path: there[sha] if sha in there else [token, sha, (folder / path).stat().st_size]
-            for path, sha in digests.items()
-        }
-        new = {folder / path: sha for path, sha in digests.items() if sha not in there}
-        self._upload(f"work/{key}/{token}/", new)
-        return {"token": token, "files": files}
+        return {"token": token, "files": self.send(folder, key, token, there)}
 
     def load_work(self, key: str, work: Mapping[str, Any]) -> Path:
         """Files that ranks on other nodes have uploaded (`apart`) stay in the bucket until a rank needs them."""
         folder = self.scratch()
-        self.receive(folder, key, {path: (size, sha, owner) for path, (owner, sha, size) in work["files"].items()})
+        self.receive(folder, key, work["files"])
         return folder
 
     def drop_work(self, key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         """Delete by the names of owner and content, which a later checkpoint never has again."""
-        old, new = (_work_names(one) for one in (before, now))
-        self._delete([f"work/{key}/{owner}/{sha}" for owner, sha in sorted(old - new)])
+        self._delete(sorted(_work_names(key, before) - _work_names(key, now)))
 
-    def send(self, folder: Path, key: str, token: str) -> dict[str, tuple[int, str, str]]:
-        """Upload the files of a folder as unfinished work, under an owner that is never used again."""
-        owner = f"{token}.{secrets.token_hex(8)}"
-        sizes = {path: ((folder / path).stat().st_size, hash_file(folder / path)) for path in list_files(folder)}
-        self._upload(f"work/{key}/{owner}/", {folder / path: sha for path, (_, sha) in sizes.items()})
-        return {path: (size, sha, owner) for path, (size, sha) in sizes.items()}
+    def send(self, folder: Path, key: str, owner: str, there: Mapping[str, UploadedFile]) -> Parts:
+        """Upload the files of a folder as unfinished work, except for content that is `there`."""
+        digests = {path: hash_file(folder / path) for path in list_files(folder)}
+        new = {folder / path: sha for path, sha in digests.items() if sha not in there}
+        self._upload(f"work/{key}/{owner}/", new)
+        return {
+            path: there[sha] if sha in there else ((folder / path).stat().st_size, sha, owner)
+            for path, sha in digests.items()
+        }
 
     def receive(self, folder: Path, key: str, files: Parts) -> None:
         """Download files of unfinished work into a folder. Raises Gone or Damaged."""
         if outside := [path for path in files if not is_inside(path)]:
             raise Damaged("checkpoint", outside[0], "is not a path inside a work folder", "use --force to start over")
-        wanted = {path: (f"work/{key}/{owner}/", FileEntry(size, sha)) for path, (size, sha, owner) in files.items()}
         try:
-            self._download(wanted, folder)
+            self._download({path: _work_name(key, entry) for path, entry in files.items()}, folder)
         except FileNotFoundError as error:
             raise Gone("checkpoint", key[:12], f"has lost a file ({error})", "use --force to start over") from None
-
-    def discard(self, key: str, files: Parts) -> None:
-        """Delete files that `send` has uploaded and nobody needs any more."""
-        self._delete([f"work/{key}/{owner}/{sha}" for _, sha, owner in files.values()])
 
     def gather(self, key: str, files: Parts) -> Path:
         """A folder of this node's cache with files of unfinished work, verified. Raises Gone or Damaged."""
@@ -388,7 +389,7 @@ class BucketStore:
 
     def objects(self, but: Collection[str]) -> Iterator[StoredObject]:
         """All objects with files, also files that were set aside or whose upload was cut off."""
-        for table in self._tables("objects/"):
+        for table in self.tables("objects/"):
             digest, state = table.name.partition("/")[2], table.value
             if digest not in but and _generations(state):
                 yield StoredObject(digest, table.version, table.written, state["condemned"], _size(state))
@@ -405,7 +406,7 @@ class BucketStore:
 
     def _mark(self, one: StoredObject, edit: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any] | None:
         """Change the table of an object if it is at the listed version; its value before, or None."""
-        found = self._read(f"objects/{one.digest}")
+        found = self.read(f"objects/{one.digest}")
         if found is None or found.version != one.version:
             return None
         try:
@@ -417,53 +418,30 @@ class BucketStore:
     def sweep(self, *, dry_run: bool) -> int:
         """Files are listed before tables are read: a table names a generation before its first file exists."""
         dead: list[str] = []
-        data, work = self._groups("data/"), self._groups("work/")
-        for group, names in data.items():
-            dead += [] if self._is_generation(group) else names
-        for group, names in work.items():
-            dead += [] if self._is_work(group) else names
+        for prefix, is_named in (("data/", self._is_generation), ("work/", self._is_work)):
+            listed = [name.removeprefix(prefix).rpartition("/") for name in self._names(prefix)]
+            named = {folder for folder in {folder for folder, *_ in listed} if is_named(folder)}
+            dead += [f"{prefix}{folder}/{file}" for folder, _, file in listed if folder not in named]
         if not dry_run:
             self._delete(dead)
         return len(dead)
 
-    def _groups(self, prefix: str) -> dict[str, list[str]]:
-        """Names of files by the folder that they lie in."""
-        found: dict[str, list[str]] = {}
-        for name in self._names(prefix):
-            found.setdefault(name.rpartition("/")[0].removeprefix(prefix), []).append(name)
-        return found
-
-    def _is_generation(self, group: str) -> bool:
+    def _is_generation(self, folder: str) -> bool:
         """True if the table of the object names this generation now."""
-        digest, _, generation = group.partition("-")
-        found = (read(f"objects/{digest}") for read in (self._recent, self._read))
+        digest, _, generation = folder.partition("-")
+        found = (read(f"objects/{digest}") for read in (self.recent, self.read))
         return any(table is not None and generation in _generations(table.value) for table in found)
 
-    def _is_work(self, group: str) -> bool:
+    def _is_work(self, folder: str) -> bool:
         """True if the table of the key names this owner now, as its lease or in its checkpoint."""
-        key, _, owner = group.partition("/")
+        key, _, owner = folder.partition("/")
         found = self.read(f"keys/{key}")
         value = {} if found is None else found.value
-        token = (value.get("lease") or {}).get("token")
-        return owner.partition(".")[0] == token or owner in {one for one, _ in _work_names(value.get("work") or {})}
+        names = _work_names(key, value.get("work") or {})
+        is_lease = owner.partition(".")[0] == (value.get("lease") or {}).get("token")
+        return is_lease or any(name.startswith(f"work/{folder}/") for name in names)
 
     # ---------------------------------------------------------------- requests
-
-    def _recent(self, name: str) -> StoredTable | None:
-        """A table from the last listing, or else from the server."""
-        with self._threads:
-            known, is_open = self._listed.get(name), bool(self._snapshots)
-            is_recent = is_open or time.monotonic() - self._listed_at < RECENT_S
-        if not is_recent or (known is None and not is_open):  # a table that was missing may exist by now
-            return self._read(name)
-        return None if known is None or known.value == _REMOVED else known
-
-    def _read(self, name: str) -> StoredTable | None:
-        """The table of this name now; None if there is none, or a removed one."""
-        found = self._get(name)
-        table = None if found is None or found[1].value == _REMOVED else found[1]
-        self._note(name, table)
-        return table
 
     def _list_all(self) -> None:
         """List all tables anew. Nothing is locked meanwhile: heartbeats of leases must not wait for a listing."""
@@ -473,8 +451,9 @@ class BucketStore:
         with self._threads:
             self._listings.append(newer)
         try:
-            found = {f"tables/{table.name}": table for table in self._list_tables("tables/", unreadable)}
-            found |= {table.name: table for table in self._list_tables("objects/", unreadable)}
+            found = {
+                table.name: table for prefix in ("", "objects/") for table in self._list_tables(prefix, unreadable)
+            }
         finally:
             with self._threads:
                 self._listings = [one for one in self._listings if one is not newer]
@@ -496,14 +475,13 @@ class BucketStore:
         """The bytes and the table of this name. Raises Damaged if they do not arrive as they were written."""
         for _ in range(TRIES):
             try:
-                raw, version, written = self._again(lambda: self.server.get(name))
+                raw, version, written = self._again(lambda: self.server.get(_place(name)))
             except FileNotFoundError:
                 return None
             value = unpack(raw)
             if value is not None:
-                return raw, StoredTable(name.removeprefix("tables/"), value, version, written)
-        rule = "does not arrive with the checksum that it was written with"
-        raise DamagedTable.of(name.removeprefix("tables/"), rule)
+                return raw, StoredTable(name, value, version, written)
+        raise DamagedTable.of(name, "does not arrive with the checksum that it was written with")
 
     def _write(self, name: str, value: Mapping[str, Any], expected: str | None) -> StoredTable:
         """Put a table on a condition. A put whose response was lost is recognized by the random member of its bytes."""
@@ -511,10 +489,10 @@ class BucketStore:
         deadline = time.monotonic() + PATIENCE_S
         while True:
             try:
-                version = self.server.put(name, raw, expected)
+                version = self.server.put(_place(name), raw, expected)
                 # Its time is that of the server, which the response lacks: just now.
-                table = StoredTable(name.removeprefix("tables/"), dict(value), version, math.inf)
-                self._note(name, None if table.value == _REMOVED else table)
+                table = StoredTable(name, dict(value), version, math.inf)
+                self._note(name, table)
                 return table
             except Unreachable:
                 if time.monotonic() > deadline:
@@ -525,7 +503,7 @@ class BucketStore:
             # Our own put may have been carried out although its answer was lost.
             there = self._get(name)
             if there is not None and there[0] == raw:
-                self._note(name, None if there[1].value == _REMOVED else there[1])
+                self._note(name, there[1])
                 return there[1]
             if there is not None and expected is None and there[1].value == _REMOVED:
                 expected = there[1].version
@@ -535,41 +513,46 @@ class BucketStore:
                 time.sleep(RETRY_S / 40)
 
     def _tables(self, prefix: str, damaged: list[DamagedTable] | None = None) -> Iterator[StoredTable]:
-        """The tables below a prefix as of the open snapshot, or of a new listing."""
+        """The tables below a prefix as of the open snapshot, or of a new listing; also removed ones."""
         with self._threads:
             is_open, listed, unreadable = bool(self._snapshots), dict(self._listed), list(self._unreadable)
         if not is_open:
             yield from self._list_tables(prefix, damaged)
             return
-        if unreadable and damaged is None:
-            raise unreadable[0]
-        if damaged is not None:
-            damaged += [error for error in unreadable if f"tables/{error.name}".startswith(prefix)]
-        yield from (table for name, table in listed.items() if name.startswith(prefix))
+        for error in unreadable:
+            if _place(error.name).startswith(_place(prefix)):
+                if damaged is None:
+                    raise error
+                damaged.append(error)
+        yield from (table for name, table in listed.items() if _place(name).startswith(_place(prefix)))
 
     def _list_tables(self, prefix: str, damaged: list[DamagedTable] | None) -> Iterator[StoredTable]:
         """The listed tables, read by several threads where this node does not have them."""
-        listed = self._again(lambda: list(self.server.list(prefix)))
 
-        def get(one: tuple[str, str, float, int]) -> StoredTable | None:
+        def get(one: tuple[str, str, float]) -> StoredTable | None:
             try:
-                return self._cached(*one[:3])
+                return self._cached(*one)
             except DamagedTable as error:
                 if damaged is None:
                     raise
                 damaged.append(error)
                 return None
 
-        yield from (table for table in _each(get, listed) if table is not None)
+        yield from (table for table in _each(get, self._list(prefix)) if table is not None)
+
+    def _list(self, prefix: str) -> list[tuple[str, str, float]]:
+        """Name, version and time of the last write of the tables below a prefix."""
+        listed = self._again(lambda: list(self.server.list(_place(prefix))))
+        return [(name.removeprefix("tables/"), version, written) for name, version, written, _ in listed]
 
     def _cached(self, name: str, version: str, written: float) -> StoredTable | None:
         """The table at a listed version, from the cache of this node if that holds exactly these bytes."""
-        path = self.folder / "cache" / f"{sha256_text(name)[:32]}.table"
+        path = self.folder / "cache" / f"{sha256_text(_place(name))[:32]}.table"
         with suppress(FileNotFoundError):
             noted, _, raw = path.read_bytes().partition(b"\n")
             value = unpack(raw) if noted.decode("utf-8", "replace") == version else None
             if value is not None:
-                return StoredTable(name.removeprefix("tables/"), value, version, written)
+                return StoredTable(name, value, version, written)
         found = self._get(name)
         if found is None:
             return None
@@ -596,22 +579,23 @@ class BucketStore:
 
         _each(put, by_content.items())
 
-    def _download(
-        self, files: Mapping[str, tuple[str, FileEntry]], part: Path, server: ObjectServer | None = None
-    ) -> None:
-        """Write files, given as prefix and content, into the folder `part`. Raises Damaged or FileNotFoundError."""
+    def _download(self, files: Mapping[str, str], part: Path, server: ObjectServer | None = None) -> None:
+        """Write files into the folder `part`. The last part of their names in the bucket is the SHA-256 of their content.
+
+        Raises Damaged or FileNotFoundError.
+        """
         source = server or self.server
 
-        def get(item: tuple[str, tuple[str, FileEntry]]) -> None:
-            name, (prefix, entry) = item
-            path = part / name
+        def get(item: tuple[str, str]) -> None:
+            path, name = part / item[0], item[1]
             path.parent.mkdir(parents=True, exist_ok=True)
+            folder, _, sha = name.rpartition("/")
             for _ in range(TRIES):
-                self._again(lambda: source.download(f"{prefix}{entry.sha256}", path))
-                if hash_file(path) == entry.sha256:
+                self._again(lambda: source.download(name, path))
+                if hash_file(path) == sha:
                     return
-            rule = f"{name} arrived {TRIES} times with other content"
-            raise Damaged("artifact", prefix, rule, "check this node; run `rlhf store verify` on another")
+            rule = f"{item[0]} arrived {TRIES} times with other content"
+            raise Damaged("artifact", folder, rule, "check this node; run `rlhf store verify` on another")
 
         _each(get, files.items())
 
@@ -629,10 +613,30 @@ def _each(do: Callable[[Item], T], items: Iterable[Item]) -> list[T]:
         return list(pool.map(do, items))
 
 
-def _work_names(work: Mapping[str, Any]) -> set[tuple[str, str]]:
-    """Owner and SHA-256 of all files of unfinished work."""
-    entries: Iterable[Any] = (*work.get("files", {}).values(), *work.get("apart", {}).values())
-    return {(owner, sha) for owner, sha, _ in entries}
+def _place(name: str) -> str:
+    """The name in the bucket of a table. The tables of objects lie next to all others."""
+    return name if name.startswith("objects/") else f"tables/{name}"
+
+
+def _existing(table: StoredTable | None) -> StoredTable | None:
+    """The table, unless it was removed."""
+    return None if table is None or table.value == _REMOVED else table
+
+
+def _data_files(digest: str, state: Mapping[str, Any]) -> dict[str, str]:
+    """The names in the bucket of the files of an object by their paths."""
+    return {path: f"data/{digest}-{state['live']}/{sha}" for path, (_, sha) in state["files"].items()}
+
+
+def _work_name(key: str, entry: UploadedFile) -> str:
+    """The name in the bucket of a file of unfinished work."""
+    _, sha, owner = entry
+    return f"work/{key}/{owner}/{sha}"
+
+
+def _work_names(key: str, work: Mapping[str, Any]) -> set[str]:
+    """The names in the bucket of all files of unfinished work."""
+    return {_work_name(key, entry) for kind in ("files", "apart") for entry in work.get(kind, {}).values()}
 
 
 def _size(state: Mapping[str, Any]) -> int:

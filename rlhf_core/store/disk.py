@@ -12,9 +12,9 @@ from typing import Any
 
 from rlhf_core.errors import ArtifactError
 from rlhf_core.store.disk_lock import alone, disk_time
-from rlhf_core.store.fingerprint import list_files
 from rlhf_core.store.layout import (
     MANIFEST,
+    StoreLayout,
     folder_bytes,
     fsync_path,
     fsync_tree,
@@ -89,7 +89,7 @@ class DiskStore:
             self._expect(name, expected)
             for digest in refers:
                 if not self.has(digest):
-                    raise Gone("artifact", digest[:12], f"is not in {self.folder}", "run again to make it again")
+                    raise Gone.object(digest, self.folder)
             raw, path = pack(value), self._table(name)
             _replace(path, raw, is_new=not path.exists())
             return StoredTable(name, dict(value), raw[:64].decode(), path.stat().st_mtime)
@@ -172,7 +172,7 @@ class DiskStore:
     def fetch(self, digest: str) -> Path:
         """The folder of the object itself. Only files that were written to since the last good check are hashed."""
         if not self.has(digest):
-            raise Gone("artifact", digest[:12], f"is not in {self.folder}", "run again to make it again")
+            raise Gone.object(digest, self.folder)
         damage = self._damage(digest, deep=False)
         if damage:
             raise Damaged("artifact", digest[:12], f"is damaged ({damage})", "run again to make it again")
@@ -247,8 +247,10 @@ class DiskStore:
         """The folders of objects. They count as marked: the lock replaces the mark."""
         for path in sorted((self.folder / "objects").glob("*/*")):
             if path.name not in but:
-                status, size = path.stat(), sum((path / name).stat().st_size for name in list_files(path))
-                yield StoredObject(path.name, str(status.st_ino), status.st_mtime, condemned=True, bytes=size)
+                status = path.stat()
+                yield StoredObject(
+                    path.name, str(status.st_ino), status.st_mtime, condemned=True, bytes=folder_bytes(path)
+                )
 
     def condemn(self, one: StoredObject) -> bool:
         raise NotImplementedError("on a disk, a collection holds the lock and deletes at once")
@@ -270,7 +272,7 @@ class DiskStore:
         return self.folder / "tables" / f"{name}.json"
 
     def _object(self, digest: str) -> Path:
-        return self.folder / "objects" / digest[:2] / digest
+        return StoreLayout(self.folder).object(digest)
 
     def _damage(self, digest: str, *, deep: bool) -> str:
         return object_damage(self._object(digest), deep=deep)

@@ -21,6 +21,11 @@ File = tuple[dict[str, Any], float]
 """Content and time of the last write of a file with schema 1."""
 _EARLIER = "schema 1, "
 """Beginning of the version of a table that is still a file with schema 1."""
+_PATTERNS = {
+    "keys": ("keys/*/*.json", "attempts/*/attempt.json"),
+    "gates": ("roots/gates/*/question.json",),
+}
+"""Files with schema 1 by the kind of their tables. All others are `roots/<kind>/<name>.json`."""
 
 
 class EarlierDiskStore(DiskStore):
@@ -51,7 +56,8 @@ class EarlierDiskStore(DiskStore):
         """Also the names of tables that are still files with schema 1."""
         found = super().versions(prefix)
         earlier: dict[str, str] = {}
-        for pattern in _patterns(prefix):
+        kind = prefix.partition("/")[0]
+        for pattern in _PATTERNS.get(kind, (f"roots/{kind}/*.json",)):
             for path in self.folder.glob(pattern):
                 name = _name(path.relative_to(self.folder).as_posix())
                 if name not in found:
@@ -84,14 +90,11 @@ class EarlierBucketStore(BucketStore):
         self._times: dict[str, float] | None = None
         """Path -> time of the last write of the files with schema 1, listed once."""
 
-    def tables(self, prefix: str, *, damaged: list[DamagedTable] | None = None) -> Iterator[StoredTable]:
+    def _tables(self, prefix: str, damaged: list[DamagedTable] | None = None) -> Iterator[StoredTable]:
         """The tables, and the files with schema 1 whose tables do not exist yet."""
-        found = {table.name: table for table in self._tables(f"tables/{prefix}", damaged)}
-        yield from (table for table in found.values() if table.value != {"removed": True})
-        for name in self._earlier_names(prefix) - found.keys():
-            table = self._earlier_table(name)
-            if table is not None:
-                yield table
+        found = {table.name: table for table in super()._tables(prefix, damaged)}
+        earlier = map(self._earlier_table, self._earlier_names(prefix) - found.keys())
+        yield from (*found.values(), *filter(None, earlier))
 
     def versions(self, prefix: str) -> dict[str, str]:
         """Also the names of tables that are still files with schema 1."""
@@ -124,22 +127,20 @@ class EarlierBucketStore(BucketStore):
     def _copy(self, digest: str) -> None:
         """Store an object with schema 1 anew. Raises Gone if it does not exist there."""
         if f"objects/{digest}.json" not in self._earlier_times():
-            raise Gone("artifact", digest[:12], f"is not in {self.uri}", "run again to make it again")
+            raise Gone.object(digest, self.uri)
         manifest = json.loads(self._again(lambda: self.earlier.get(f"objects/{digest}.json"))[0])
         files = {path: FileEntry(int(one["size"]), str(one["sha256"])) for path, one in manifest["files"].items()}
         part = self.scratch()
-        self._download({path: ("blobs/", one) for path, one in files.items()}, part, self.earlier)
+        self._download({path: f"blobs/{one.sha256}" for path, one in files.items()}, part, self.earlier)
         self.add(digest, part, files)
         self.settle(digest, part, files)
 
-    def _recent(self, name: str) -> StoredTable | None:
+    def recent(self, name: str) -> StoredTable | None:
         """A table of the last listing, or else the files with schema 1."""
+        found = super().recent(name)
         with self._threads:
-            known = self._listed.get(name)
-        found = super()._recent(name)
-        if found is not None or known is not None or not name.startswith("tables/"):
-            return found
-        return self._earlier_table(name.removeprefix("tables/"))
+            is_known = name in self._listed  # perhaps as a removed table, which hides the files
+        return self._earlier_table(name) if found is None and not is_known else found
 
     def _write(self, name: str, value: Mapping[str, Any], expected: str | None) -> StoredTable:
         """An earlier table has no version at the new place: the write creates the table, or a removed one, which hides it."""
@@ -149,10 +150,8 @@ class EarlierBucketStore(BucketStore):
     def _get(self, name: str) -> tuple[bytes, StoredTable] | None:
         """A table, or else the files with schema 1."""
         found = super()._get(name)
-        if found is None and name.startswith("tables/"):
-            table = self._earlier_table(name.removeprefix("tables/"))
-            return None if table is None else (b"", table)
-        return found
+        table = self._earlier_table(name) if found is None else None
+        return found if table is None else (b"", table)
 
     def _earlier_table(self, name: str) -> StoredTable | None:
         """The files with schema 1 of a table; None if the bucket never had that schema."""
@@ -161,7 +160,8 @@ class EarlierBucketStore(BucketStore):
     def _earlier_names(self, prefix: str) -> set[str]:
         """Names of the tables that are files with schema 1."""
         paths = [path.removeprefix("records/") for path in self._earlier_times() if path.startswith("records/")]
-        return {_name(path) for path in paths if any(Path(path).match(pattern) for pattern in _patterns(prefix))}
+        names = {_name(path) for path in paths if path.count("/") > 1}  # the others are marks, and times of use
+        return {name for name in names if name.startswith(prefix)}
 
     def _children(self, folder: str) -> list[str]:
         """Names of the files in a folder with schema 1."""
@@ -239,17 +239,6 @@ def _gate(question: str, read: Callable[[str], File | None], children: Callable[
     askers = {name[6:-5]: one[0] for name, one in found.items() if name.startswith("asked-") and one is not None}
     answers = [one[0] for name, one in sorted(found.items()) if name.startswith("answer-") and one is not None]
     return {"question": asked[0], "askers": askers, "answers": answers}, asked[1]
-
-
-def _patterns(prefix: str) -> tuple[str, ...]:
-    """Patterns of the files with schema 1 whose tables have names with this prefix."""
-    kind = prefix.partition("/")[0]
-    known = {
-        "": ("keys/*/*.json", "attempts/*/attempt.json", "roots/gates/*/question.json", "roots/[!eg]*/*.json"),
-        "keys": ("keys/*/*.json", "attempts/*/attempt.json"),
-        "gates": ("roots/gates/*/question.json",),
-    }
-    return known.get(kind, (f"roots/{kind}/*.json",))
 
 
 def _name(path: str) -> str:

@@ -14,12 +14,12 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlhf_core.store.fingerprint import sha256_text
 from rlhf_core.store.layout import (
@@ -30,9 +30,8 @@ from rlhf_core.store.layout import (
     read_json,
     write_text,
 )
-
-if TYPE_CHECKING:
-    from rlhf_core.store.protocol import Store, StoredTable
+from rlhf_core.store.object_check import object_damage
+from rlhf_core.store.protocol import DamagedTable, Store, StoredTable
 
 logger = logging.getLogger(__name__)
 
@@ -59,17 +58,6 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Unreadable:
-    """A table that this version cannot read."""
-
-    name: str
-    problem: str
-
-    def __str__(self) -> str:
-        return f"{self.name} {self.problem}".strip()
-
-
-@dataclass(frozen=True, slots=True)
 class SetAside:
     """A record that `rlhf store verify` has set aside, with the reason."""
 
@@ -81,29 +69,22 @@ class SetAside:
         return f"{self.label} {self.key}: {self.problem}"
 
 
-def rows(store: "Store", layout: StoreLayout) -> tuple[list[Row], list[Unreadable], list[SetAside]]:
-    """The rows of all key records, oldest first; the records that cannot be read, and those that were set aside."""
+def rows(store: Store, layout: StoreLayout) -> tuple[list[Row], list[str], list[SetAside]]:
+    """The rows of all key records, oldest first; which records cannot be read, and those that were set aside."""
     known = load_entries(layout.index / RECORDS)
-    entries: dict[str, list[Any]] = {}
-    unreadable: list[Unreadable] = []
+    unreadable: list[str] = []
     aside: list[SetAside] = []
     versions = store.versions("keys/")
-    new = [name for name, version in versions.items() if name not in known or known[name][0] != version]
-    # In a bucket one listing costs less than a request for each name.
-    listed = {table.name: table for table in store.tables("keys/")} if new and not store.folder_is_shared else {}
-    for name, version in versions.items():
-        entry = known.get(name)
-        if entry is None or entry[0] != version:
-            fields = _read_record(listed.get if listed else store.read, name, unreadable, aside)
-            if fields is None:
-                continue
-            entry = [version, fields]
-        entries[name] = entry
+    entries = {name: known[name] for name, version in versions.items() if name in known and known[name][0] == version}
+    damaged: list[DamagedTable] = []
+    for table in _new_tables(store, versions.keys() - entries.keys(), damaged):
+        if (fields := _fields(table, unreadable, aside)) is not None:
+            entries[table.name] = [versions[table.name], fields]
+    unreadable += map(str, damaged)
     if entries != known and layout.root.is_dir():  # reading a store does not create one
         save_entries(layout.index / RECORDS, entries)
     found = [Row(name.rpartition("/")[2], *entry[1]) for name, entry in entries.items()]
-    unreadable.sort(key=lambda one: one.name)
-    return sorted(found, key=lambda row: (row.started, row.key)), unreadable, aside
+    return sorted(found, key=lambda row: (row.started, row.key)), sorted(unreadable), aside
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +95,7 @@ class State:
     damage: str
 
 
-def states(store: "Store", layout: StoreLayout, digests: set[str]) -> dict[str, State]:
+def states(store: Store, layout: StoreLayout, digests: set[str]) -> dict[str, State]:
     """Size and damage of the objects. On a disk, manifests come from the index, and their files are checked."""
     if not store.folder_is_shared:
         sizes = {one.digest: one.bytes for one in store.objects(but=())}
@@ -139,26 +120,32 @@ def states(store: "Store", layout: StoreLayout, digests: set[str]) -> dict[str, 
 # ---------------------------------------------------------------- records
 
 
-def _read_record(
-    read: "Callable[[str], StoredTable | None]", name: str, unreadable: list[Unreadable], aside: list[SetAside]
-) -> list[Any] | None:
-    """The fields of a row after its key; None for a key without a readable record, which is not remembered."""
-    from rlhf_core.store.protocol import Damaged  # imports pydantic, which is not needed while the index is current
-    from rlhf_core.store.records import parse_record
+def _new_tables(store: Store, names: Collection[str], damaged: list[DamagedTable]) -> Iterator[StoredTable]:
+    """The tables that the index does not know. In a bucket one listing costs less than a request for each name."""
+    if names and not store.folder_is_shared:
+        yield from (table for table in store.tables("keys/", damaged=damaged) if table.name in names)
+        return
+    for name in names:
+        try:
+            found = store.read(name)
+        except DamagedTable as error:
+            damaged.append(error)
+            continue
+        if found is not None:
+            yield found
 
-    try:
-        table = read(name)
-    except Damaged as error:
-        unreadable.append(Unreadable("", str(error)))
-        return None
-    record, problem = (None, "") if table is None else parse_record(table)
+
+def _fields(table: StoredTable, unreadable: list[str], aside: list[SetAside]) -> list[Any] | None:
+    """The fields of a row after its key; None for a key without a readable record, which is not remembered."""
+    from rlhf_core.store.records import parse_record  # imports pydantic, which is not needed while the index is current
+
+    record, problem = parse_record(table)
     if record is None:
-        if table is not None and table.value.get("aside"):
-            entry = table.value["aside"]
+        if entry := table.value.get("aside"):
             label = str(entry["record"]["facts"].get("label", ""))
-            aside.append(SetAside(name.rpartition("/")[2], label, str(entry["problem"])))
+            aside.append(SetAside(table.name.rpartition("/")[2], label, str(entry["problem"])))
         if problem:
-            unreadable.append(Unreadable(name, problem))
+            unreadable.append(f"{table.name} {problem}")
         return None
     handle = record.handle
     kind = type(handle).__name__.removesuffix("Ref")
@@ -186,8 +173,6 @@ def _manifest(folder: str, entry: list[Any] | None) -> list[Any] | None:
 
 def _state(folder: str, entry: list[Any] | None) -> State:
     if entry is None or not _as_listed(f"{folder}{os.sep}", entry[1], checked=entry[0][2]):
-        from rlhf_core.store.object_check import object_damage  # imports pydantic, and sound objects need no check
-
         path = Path(folder)
         return State(folder_bytes(path) if path.is_dir() else None, object_damage(path, deep=False))
     return State(entry[0][1] + sum(entry[1].values()), "")

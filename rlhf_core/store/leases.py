@@ -34,7 +34,7 @@ TTL_S = 120.0  # six heartbeats
 HEARTBEAT_S = 20.0
 POLL_S = 0.25
 LOOK_S = 1.0
-"""`Lease.may_be_ours` reads the table at most this often."""
+"""`Lease.fence` reads the table at most this often."""
 _HELD: set[str] = set()
 """Tokens of the leases that this process holds now."""
 
@@ -84,18 +84,15 @@ class Lease:
     _looked: list[float] = field(default_factory=list, compare=False, repr=False)
     _known: list[StoredTable] = field(default_factory=list, compare=False, repr=False)
 
-    def may_be_ours(self) -> bool:
-        """False if another process has taken the lease over. An unreachable store counts as ours."""
+    def fence(self) -> None:
+        """Raise Lost if another process has taken the lease over. An unreachable store passes: commits check again."""
         if self._looked and time.monotonic() - self._looked[-1] < LOOK_S:
-            return True
-        self._looked[:] = [time.monotonic()]
+            return
         try:
             self.check()
-        except Lost:
-            return False
         except OSError as error:
             logger.warning("could not read lease %s: %s", self.key[:12], error)
-        return True
+        self._looked[:] = [time.monotonic()]
 
     def check(self) -> StoredTable:
         """The table of the key as of now. Raises Lost if another process has taken the lease over."""

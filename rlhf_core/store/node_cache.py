@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rlhf_core.errors import ArtifactError, ConfigError
-from rlhf_core.store.layout import folder_bytes, fsync_path, fsync_tree, make_read_only, remove_tree
+from rlhf_core.store.layout import StoreLayout, folder_bytes, fsync_path, fsync_tree, make_read_only, remove_tree
 
 
 class NodeCache:
@@ -25,7 +25,7 @@ class NodeCache:
 
     def object(self, digest: str) -> Path:
         """The folder of the copy with this digest."""
-        return self.root / "objects" / digest[:2] / digest
+        return StoreLayout(self.root).object(digest)
 
     @contextmanager
     def filling(self, folder: Path) -> Iterator[None]:

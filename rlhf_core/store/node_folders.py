@@ -10,6 +10,7 @@ On a disk, or where all nodes see one cache, paths are sent unchanged.
 """
 
 import atexit
+import secrets
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -43,11 +44,6 @@ class NodeFolder:
         return (self.root / self.mark).exists()
 
     @property
-    def is_artifact(self) -> bool:
-        """True for a folder of an object."""
-        return self.inside.startswith("objects/")
-
-    @property
     def key(self) -> str:
         """Key of the stage whose unfinished work it belongs to."""
         return self.inside.split("/")[1]
@@ -67,13 +63,14 @@ class NodeFolder:
 
     def upload(self, scratch: Path) -> Parts:
         """Upload the files of a folder of `scratch`, which is removed; returns them for `receive` or `note_elsewhere`."""
-        files = self._store().send(scratch, self.key, self.token)
+        owner = f"{self.token}.{secrets.token_hex(8)}"  # never used again
+        files = self._store().send(scratch, self.key, owner, {})
         remove_tree(scratch)
         return files
 
     def offered(self) -> "NodeFolder":
         """The folder for readers on other nodes: its unfinished files are uploaded. Call it where it was named."""
-        if self.is_artifact:
+        if self.inside.startswith("objects/"):  # of an artifact
             return self
         folder = self.root / self.inside
         there = {path: entry for path, entry in parts_elsewhere(folder).items() if not (folder / path).exists()}
@@ -88,7 +85,7 @@ class NodeFolder:
         """Write files that another node has uploaded into the folder, and delete them there. Call it where it was named."""
         store = self._store()
         store.receive(self.root / self.inside, self.key, files)
-        store.discard(self.key, files)
+        store.drop_work(self.key, {"files": files}, {})
 
     def _store(self) -> BucketStore:
         """The store of the node that this process runs on."""

@@ -37,6 +37,11 @@ class Conflict(Exception):
 class Gone(ArtifactError):
     """An object is not in the store."""
 
+    @classmethod
+    def object(cls, digest: str, where: object) -> "Gone":
+        """The error for the object with this digest."""
+        return cls("artifact", digest[:12], f"is not in {where}", "run again to make it again")
+
 
 class Unreachable(ArtifactError, OSError):
     """The store did not answer, or its answer was cut off. The same request may succeed later."""

@@ -5,18 +5,16 @@ A run that waits for people may wait for longer than unused results are kept. So
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-
-from pydantic import ValidationError
+from typing import Any
 
 from rlhf_core.errors import ArtifactError
 from rlhf_core.store.fingerprint import sha256_text
-from rlhf_core.store.gate_decisions import GateDecisions
 from rlhf_core.store.layout import object_of
 from rlhf_core.store.leases import name_of
 from rlhf_core.store.protocol import DamagedTable, Store, StoredTable, discard, update
-from rlhf_core.store.typed_json import Stored
+from rlhf_core.store.typed_json import Stored, stored_in
 
 _WHOLE = re.compile("[0-9a-f]{64}")
 """A whole digest or key, not the beginning of one."""
@@ -34,10 +32,46 @@ class _Pin(Stored):
     target: str
     note: str
 
+    def roots(self) -> list[Root]:
+        return [Root(self.target, f"pinned ({self.note})" if self.note else "pinned")]
+
 
 class _Wait(Stored):
     run: str
     keys: list[str]
+
+    def roots(self) -> list[Root]:
+        return [Root(key, f"the run {self.run} waits") for key in self.keys]
+
+
+class _Asker(Stored):
+    run: str
+
+
+class _Question(Stored):
+    gate: str
+    digest: str
+
+
+class _Gate(Stored):
+    """The part of a question (`rlhf_core.stage.gate_decisions`) that decides whether its artifact is kept."""
+
+    question: _Question
+    askers: dict[str, _Asker]
+    answers: list[dict[str, Any]]
+
+    def roots(self) -> list[Root]:
+        runs = ", ".join(sorted({one.run for one in self.askers.values()}))
+        why = f"gate {self.question.gate} of {runs} waits for an answer"
+        return [Root(self.question.digest, why)] if runs and not self.answers else []
+
+
+_KINDS: dict[str, tuple[type[_Pin | _Wait | _Gate], str]] = {
+    "pins/": (_Pin, "is not a pin"),
+    "waits/": (_Wait, "does not name the needs of a waiting run"),
+    "gates/": (_Gate, "is not a question with its answers"),
+}
+"""Tables that keep something, and the rule for one that cannot be read."""
 
 
 def roots_of(store: Store, keys: Iterable[StoredTable]) -> tuple[list[Root], list[str]]:
@@ -45,22 +79,13 @@ def roots_of(store: Store, keys: Iterable[StoredTable]) -> tuple[list[Root], lis
     roots: list[Root] = []
     damaged: list[DamagedTable] = []
     unreadable = []
-    for table in store.tables("pins/", damaged=damaged):
-        try:
-            pin = _Pin.model_validate(table.value)
-            roots.append(Root(pin.target, f"pinned ({pin.note})" if pin.note else "pinned"))
-        except ValidationError:
-            unreadable.append(f"{table.name} is not a pin")
-    for table in store.tables("waits/", damaged=damaged):
-        try:
-            wait = _Wait.model_validate(table.value)
-            roots += [Root(key, f"the run {wait.run} waits") for key in wait.keys]
-        except ValidationError:
-            unreadable.append(f"{table.name} does not name the needs of a waiting run")
-    try:
-        roots += _asked_about(store)
-    except (ArtifactError, ValidationError) as error:
-        unreadable.append(f"gates/: {error}")
+    for prefix, (kind, rule) in _KINDS.items():
+        for table in store.tables(prefix, damaged=damaged):
+            found = stored_in(table, kind)
+            if found is None:
+                unreadable.append(f"{table.name} {rule}")
+            else:
+                roots += found.roots()
     for table in keys:
         past = table.value.get("attempts") or [{}]
         if past[-1].get("halted"):
@@ -68,14 +93,6 @@ def roots_of(store: Store, keys: Iterable[StoredTable]) -> tuple[list[Root], lis
             key = table.name.rpartition("/")[2]
             roots += [Root(name, why) for name in (key, *map(object_of, past[-1].get("inputs", ())))]
     return roots, [*unreadable, *map(str, damaged)]
-
-
-def _asked_about(store: Store) -> Iterator[Root]:
-    """The artifacts that open questions are about."""
-    for request in GateDecisions(store).requests():
-        if request.answer is None:
-            runs = ", ".join(dict.fromkeys(asker.run for asker in request.askers))
-            yield Root(request.question.digest, f"gate {request.question.gate} of {runs} waits for an answer")
 
 
 # ---------------------------------------------------------------- runs that wait

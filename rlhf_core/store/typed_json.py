@@ -20,16 +20,17 @@ S = TypeVar("S", bound=Stored)
 
 def read_stored(path: Path, kind: type[S]) -> S | None:
     """Return the content of a JSON file as `kind`; None if it does not exist or has other content. See `read_json`."""
-    table = read_json(path)
-    try:
-        return None if table is None else kind.model_validate(table)
-    except ValidationError:
-        return None
+    return parse(read_json(path), kind)
 
 
 def stored_in(table: StoredTable | None, kind: type[S]) -> S | None:
     """The value of a table as `kind`; None if there is no table or it has other content."""
+    return parse(None if table is None else table.value, kind)
+
+
+def parse(value: object, kind: type[S]) -> S | None:
+    """The value as `kind`; None if it is something else."""
     try:
-        return None if table is None else kind.model_validate(table.value)
+        return kind.model_validate(value)
     except ValidationError:
         return None

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from rlhf_core.store.attempts import AttemptFolder, work_numbers
 from rlhf_core.store.checkpoint_parts import parts_elsewhere
 from rlhf_core.store.fingerprint import list_files
 from rlhf_core.store.layout import CHECKPOINTS, fsync_tree, make_folder, remove_tree, write_json
@@ -53,22 +54,20 @@ def note_holder(lease: Lease, folder: Path) -> None:
         write_json(folder / HOLDER, {"token": lease.token}, durable=False)
 
 
-def bring_work(lease: Lease, folder: Path) -> None:
+def bring_work(folder: AttemptFolder) -> None:
     """Move the work of a later attempt on another node into the attempt folder of this node.
 
     Raises Lost, Gone, Damaged or Unreachable if this node cannot read it: a new beginning would replace a good checkpoint.
     """
-    if lease.store.folder_is_shared:
+    assert folder.lease is not None
+    work = folder.lease.latest().value.get("work")
+    if folder.store.folder_is_shared or not work or work["attempt"] <= max(work_numbers(folder), default=0):
         return
-    work = lease.latest().value.get("work")
-    numbers = [int(path.name.partition("-")[2]) for path in folder.glob("work-*") if path.name[5:].isdigit()]
-    if not work or work["attempt"] <= max(numbers, default=0):
-        return
-    brought = lease.load_work(work)
-    make_folder(folder)
+    brought = folder.lease.load_work(work)
+    make_folder(folder.path)
     fsync_tree(brought)
-    brought.rename(folder / f"work-{work['attempt']}")
-    logger.info("got the work of attempt %d at %s from another node", work["attempt"], lease.key[:12])
+    brought.rename(folder.path / f"work-{work['attempt']}")
+    logger.info("got the work of attempt %d at %s from another node", work["attempt"], folder.key[:12])
 
 
 class _Keeper:
@@ -94,8 +93,7 @@ class _Keeper:
         try:
             self._link(newest, links)
             # Also those of older checkpoints that are kept, which would be deleted otherwise.
-            apart = {path: [owner, sha, size] for path, (size, sha, owner) in parts_elsewhere(self.work).items()}
-            self.lease.save_work(links, attempt=self.number, apart=apart)
+            self.lease.save_work(links, attempt=self.number, apart=parts_elsewhere(self.work))
             self._uploaded = newest
         except FileNotFoundError:  # removed meanwhile, because a newer one is complete: the next look finds that
             return

@@ -14,8 +14,8 @@ from rlhf_core.config.policy import LoopConfig
 from rlhf_core.data.mixing import shuffled_indices
 from rlhf_core.errors import ConfigError, TrainingError
 from rlhf_core.interfaces import Metrics, ModelSpec, Objective, Trainer
+from rlhf_core.stage.checkpoints import Checkpoints
 from rlhf_core.stage.context import StageContext
-from rlhf_core.store.checkpoints import Checkpoints
 from rlhf_core.training.adamw import scheduled_rate
 from rlhf_core.training.exports import Exports
 from rlhf_core.training.skipped import count_skipped

@@ -28,7 +28,7 @@ from rlhf_core.models.loading import export_model
 from rlhf_core.models.lora import WeightStream, weights_digest, without_adapters
 from rlhf_core.models.micro_batches import micro_batches
 from rlhf_core.sequences import Samples, Sequences, Subset, take
-from rlhf_core.store.checkpoints import damaged_archive, wait_for_parts, write_part
+from rlhf_core.stage.checkpoints import damaged_archive, wait_for_parts, write_part
 from rlhf_core.training.batching import is_maximum
 from rlhf_core.training.engines.base import Engine, open_engine
 from rlhf_core.training.engines.offload import HostCopies, keep_freed_memory, release_cached, release_if_short

@@ -43,8 +43,8 @@ from rlhf_core.rollouts.prompts import BandOrder, open_band, ordered_prompts, sp
 from rlhf_core.rollouts.scored_step import open_rollouts, rollout_metrics, with_greedy_rewards
 from rlhf_core.sampling.requests import stop_token_ids
 from rlhf_core.sequences import Sequences, Subset
+from rlhf_core.stage.checkpoints import Checkpoint
 from rlhf_core.stage.context import StageContext
-from rlhf_core.store.checkpoints import Checkpoint
 from rlhf_core.training.adamw import scheduled_rate
 from rlhf_core.training.batching import averaged
 from rlhf_core.training.experience import Experience, TeacherLogprobs, estimate_step

@@ -5,8 +5,9 @@ from unittest import mock
 import pytest
 
 from campaigns.durability import simulator
-from rlhf_core.store import checkpoints, layout
-from rlhf_core.store.checkpoints import Checkpoints
+from rlhf_core.stage import checkpoints
+from rlhf_core.stage.checkpoints import Checkpoints
+from rlhf_core.store import layout
 
 finish = Checkpoints._finish
 

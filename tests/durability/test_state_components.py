@@ -34,8 +34,8 @@ from rlhf_core.rollouts.answers import AheadSampler, OnPolicySampler
 from rlhf_core.rollouts.guard import Best, RunGuard, Watch
 from rlhf_core.rollouts.prompts import BandOrder
 from rlhf_core.schema.base import Config
+from rlhf_core.stage.checkpoints import Checkpoints
 from rlhf_core.store.artifacts import ArtifactStore
-from rlhf_core.store.checkpoints import Checkpoints
 from rlhf_core.store.fingerprint import hash_file
 from rlhf_core.store.layout import CHECKPOINTS
 from rlhf_core.training.adamw import ClippedAdamW

@@ -22,8 +22,8 @@ from pipelines.services.home import Home
 from pipelines.services.waits import may_go_on
 from rlhf_core.annotation.proposing import Comparison, write_comparisons
 from rlhf_core.config.annotators import FileAnnotator
+from rlhf_core.stage.gate_decisions import GateDecisions, Question
 from rlhf_core.stage.stopping import RunBlocked, StageWaiting
-from rlhf_core.store.gate_decisions import GateDecisions, Question
 from rlhf_core.tracking.memory import MemoryTracker
 from rlhf_core.types import ComparisonsRef, Message, PolicyRef, PreferencesRef
 from stages.collect_preferences import CollectPreferencesConfig

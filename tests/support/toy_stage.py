@@ -12,10 +12,10 @@ from rlhf_core.interfaces import ModelSpec, RegistryState, Role, Sampler, Traine
 from rlhf_core.schema.base import FAILURES, OPERATIONAL, Config
 from rlhf_core.stage.context import StageContext
 from rlhf_core.stage.decision import Decision
+from rlhf_core.stage.gate_decisions import GateDecisions, Question
 from rlhf_core.stage.key import StageSpec, key_payload, payload_key
 from rlhf_core.stage.run import execute
 from rlhf_core.store.artifacts import ArtifactStore
-from rlhf_core.store.gate_decisions import GateDecisions, Question
 from rlhf_core.types import ArtifactRef, DemonstrationsRef, PolicyRef, PreparedDataRef
 
 NAME = "toy"

@@ -8,7 +8,7 @@ from pipelines.execution.run import billed
 from pipelines.flows.profile import load_profile
 from pipelines.flows.run_rules import ProjectConfig
 from rlhf_core.config.runtime import RuntimeConfig
-from rlhf_core.store.gate_decisions import GateDecisions, Question
+from rlhf_core.stage.gate_decisions import GateDecisions, Question
 from tests.support.records import commit_text
 from tests.support.small_pipeline import write_mini
 from tests.support.toy_stage import ToyConfig, toy_spec

@@ -17,9 +17,9 @@ from pipelines.prefect_flows import waiting
 from pipelines.services.home import Home
 from pipelines.services.waits import may_go_on
 from rlhf_core.errors import ConfigError
+from rlhf_core.stage.gate_decisions import Asker, GateAnswer, GateDecisions, GateRequest, Question
 from rlhf_core.stage.stopping import RunBlocked, RunOverBudget, StageWaiting
 from rlhf_core.store.disk import DiskStore
-from rlhf_core.store.gate_decisions import Asker, GateAnswer, GateDecisions, GateRequest, Question
 from rlhf_core.tracking.memory import MemoryTracker
 from rlhf_core.types import PolicyRef
 from tests.pipelines.execution.test_gates import APPROVE, Trial

@@ -12,9 +12,9 @@ from pipelines.execution.run import run_stages
 from pipelines.flows.graph import Stages
 from pipelines.flows.profile import PipelineConfig, load_profile
 from pipelines.services.home import Home
+from rlhf_core.stage.gate_decisions import GateDecisions
 from rlhf_core.stage.stopping import RunBlocked, RunOverBudget, StageWaiting
 from rlhf_core.store.artifacts import ArtifactStore
-from rlhf_core.store.gate_decisions import GateDecisions
 from rlhf_core.tracking.memory import MemoryTracker
 from rlhf_core.types import PolicyRef
 from tests.support.listener import Notes

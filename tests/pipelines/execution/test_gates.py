@@ -15,9 +15,9 @@ from pipelines.flows.profile import PipelineConfig, load_profile
 from pipelines.flows.run_rules import GateConfig
 from pipelines.services.home import Home
 from rlhf_core.errors import ConfigError
+from rlhf_core.stage.gate_decisions import GateDecisions
 from rlhf_core.stage.key import Strictness
 from rlhf_core.stage.stopping import RunBlocked, StageWaiting
-from rlhf_core.store.gate_decisions import GateDecisions
 from rlhf_core.tracking.memory import MemoryTracker
 from rlhf_core.types import PolicyRef, ReportRef, RewardModelRef
 from stages.compare_reward_models import CompareRewardModelsConfig

@@ -12,10 +12,10 @@ from pipelines.execution.run import run_stages
 from pipelines.flows.full import lifecycle
 from pipelines.flows.profile import load_profile
 from rlhf_core.errors import ConfigError, TrainerLostError, TrainingError, WorkerLostError
+from rlhf_core.stage.checkpoints import Checkpoints
 from rlhf_core.stage.key import StageSpec
 from rlhf_core.store import attempts
 from rlhf_core.store.artifacts import ArtifactStore
-from rlhf_core.store.checkpoints import Checkpoints
 from rlhf_core.store.leases import name_of
 from rlhf_core.store.protocol import discard
 from rlhf_core.store.records import KeyRecord

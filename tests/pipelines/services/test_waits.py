@@ -13,7 +13,7 @@ from pipelines.services.waits import answers_awaited, forget_wait, may_go_on, me
 from rlhf_core.annotation.people import condition
 from rlhf_core.annotation.proposing import Comparison, write_comparisons
 from rlhf_core.config.annotators import FileAnnotator
-from rlhf_core.store.gate_decisions import GateDecisions, Question
+from rlhf_core.stage.gate_decisions import GateDecisions, Question
 from rlhf_core.types import Message
 
 

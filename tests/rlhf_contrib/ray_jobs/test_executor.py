@@ -21,10 +21,10 @@ from rlhf_core.annotation.proposing import Comparison, write_comparisons
 from rlhf_core.config.annotators import FileAnnotator
 from rlhf_core.errors import ConfigError, RlhfError, TrainingError, WorkerLostError
 from rlhf_core.stage import stopping
+from rlhf_core.stage.gate_decisions import GateDecisions
 from rlhf_core.stage.key import StageSpec
 from rlhf_core.stage.run import execute
 from rlhf_core.store import attempts
-from rlhf_core.store.gate_decisions import GateDecisions
 from rlhf_core.tracking.memory import MemoryStageTracker, MemoryTracker
 from rlhf_core.types import ComparisonsRef, Message
 from stages.collect_preferences import CollectPreferencesConfig

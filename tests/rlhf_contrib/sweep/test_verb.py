@@ -19,8 +19,8 @@ from pipelines.flows.profile import PipelineConfig, load_profile, profile_digest
 from pipelines.services.home import Home
 from rlhf_contrib.sweep import verb as sweep_verb
 from rlhf_contrib.sweep.points import goal_of
+from rlhf_core.stage.gate_decisions import GateDecisions
 from rlhf_core.store.artifacts import ArtifactStore
-from rlhf_core.store.gate_decisions import GateDecisions
 from rlhf_core.tracking.memory import MemoryTracker
 from rlhf_core.types import PolicyRef
 from tests.support.small_pipeline import write_mini

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from rlhf_core.stage.gate_decisions import Answer, GateDecisions, Question
 from rlhf_core.stage.stopping import StageWaiting
-from rlhf_core.store.gate_decisions import Answer, GateDecisions, Question
 from rlhf_core.types import ArtifactRef
 from stages.ppo import PPOConfig
 from tests.rlhf_core.rollouts.test_guard import EVALUATE, ROLLBACK, report, watched

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.errors import ArtifactError
+from rlhf_core.stage.checkpoints import Checkpoints, damaged_archive
 from rlhf_core.stage.run import find
 from rlhf_core.store import attempts
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.attempts import AttemptFolder
-from rlhf_core.store.checkpoints import Checkpoints, damaged_archive
 from rlhf_core.store.layout import remove_tree, sweep_temporaries, write_json
 from rlhf_core.store.leases import Lease, name_of, ourselves, owner_in
 from rlhf_core.store.protocol import update

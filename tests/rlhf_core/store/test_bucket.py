@@ -10,11 +10,11 @@ from obstore.exceptions import GenericError
 from obstore.store import MemoryStore
 
 from rlhf_core.errors import ArtifactError, ConfigError
+from rlhf_core.stage.gate_decisions import GateDecisions, Question
 from rlhf_core.store import attempts, bucket, bucket_server, index, leases
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.bucket_server import PROBES, AccessRefused, ObstoreServer, probe
 from rlhf_core.store.fingerprint import sha256_text
-from rlhf_core.store.gate_decisions import GateDecisions, Question
 from rlhf_core.store.leases import Lost, living_owner, name_of
 from rlhf_core.store.protocol import Damaged, Unreachable, pack
 from rlhf_core.types import PolicyRef
@@ -231,11 +231,14 @@ def test_a_step_asks_for_its_lease_once_a_second(nodes, monkeypatch):
     ada, ben = nodes.store("ada"), nodes.store("ben")
     with ada.lease(KEY) as lease:
         nodes.client.requests.clear()
-        assert all(lease.may_be_ours() for _ in range(100)) and nodes.client.requests["GET"] == 1
+        for _ in range(100):
+            lease.fence()
+        assert nodes.client.requests["GET"] == 1
         monkeypatch.setattr(leases, "LOOK_S", 0.0)
         table = ben.shared.read(name_of(KEY))
         ben.shared.write(table.name, {}, table.version)
-        assert not lease.may_be_ours()
+        with pytest.raises(Lost):
+            lease.fence()
 
 
 def test_an_answer_of_one_node_lets_a_run_of_another_go_on(nodes):

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.errors import ArtifactError
+from rlhf_core.stage.gate_decisions import GateDecisions, Question
 from rlhf_core.store import attempts
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.attempts import checkpoints
 from rlhf_core.store.fingerprint import sha256_text
-from rlhf_core.store.gate_decisions import GateDecisions, Question
 from rlhf_core.store.leases import name_of
 from rlhf_core.store.object_check import object_damage
 from rlhf_core.store.protocol import discard

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from rlhf_core.stage.gate_decisions import GateDecisions, Question
 from rlhf_core.store import attempts
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.fingerprint import sha256_text
-from rlhf_core.store.gate_decisions import GateDecisions, Question
 from rlhf_core.store.layout import remove_tree
 from tests.support.buckets import Nodes
 from tests.support.toy_stage import ToyConfig, run_toy, stage_key, toy_spec
@@ -153,6 +153,7 @@ def test_a_bucket_is_read_at_the_old_places_and_changed_below_a_prefix_of_its_ow
     assert nodes.store("ada").gc(dry_run=False).items == ()
     nodes.store("ben").unpin(ref.digest)
     assert nodes.store("ada").pins() == {}
+    assert nodes.store("ada").shared.recent(f"pins/{sha256_text(ref.digest)}") is None, "a removed table hides the file"
     with nodes.store("ben").lease(HALF) as lease:
         folder = nodes.store("ben").attempts(HALF, lease)
         assert attempts.begin(folder, label="toy", resumed_from=None, code={}).number == 2

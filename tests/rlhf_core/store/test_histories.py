@@ -47,7 +47,7 @@ def fetch_and_remove(store: BucketStore, digest: str) -> Path:
     try:
         return fetch(store, digest)
     except (Damaged, Gone):
-        found = store._read(f"objects/{digest}")
+        found = store.read(f"objects/{digest}")
         if found is not None:
             store._write(found.name, bucket._NO_OBJECT, found.version)
         raise
@@ -59,7 +59,7 @@ def at_once(store: Any) -> Iterator[bool]:
 
 
 def add_without_refresh(store: BucketStore, digest: str, folder: Path, files: Files) -> None:
-    found = store._read(f"objects/{digest}")
+    found = store.read(f"objects/{digest}")
     if found is None or not found.value["live"]:
         add(store, digest, folder, files)
 
@@ -69,7 +69,7 @@ def add_unnamed(store: BucketStore, digest: str, folder: Path, files: Files) -> 
     store._upload(f"data/{digest}-{mine}/", {folder / path: one.sha256 for path, one in files.items()})
     listed = {path: [entry.size, entry.sha256] for path, entry in files.items()}
     while True:
-        found = store._read(f"objects/{digest}")
+        found = store.read(f"objects/{digest}")
         if found is not None and found.value["live"]:
             return add(store, digest, folder, files)
         with suppress(Conflict):
@@ -87,14 +87,16 @@ def delete_by_digest(store: BucketStore, one: StoredObject) -> bool:
 
 def cached_at_any_version(store: BucketStore, name: str, version: str, written: float) -> StoredTable | None:
     with suppress(FileNotFoundError):
-        raw = (store.folder / "cache" / f"{sha256_text(name)[:32]}.table").read_bytes().partition(b"\n")[2]
+        raw = (
+            (store.folder / "cache" / f"{sha256_text(bucket._place(name))[:32]}.table").read_bytes().partition(b"\n")[2]
+        )
         value = (unpack(raw) if raw else {}) or bucket._NO_OBJECT
-        return StoredTable(name.removeprefix("tables/"), value, version, written)
+        return StoredTable(name, value, version, written)
     return cached(store, name, version, written)
 
 
 def problem_by_listing(store: BucketStore, digest: str, deep: bool = False) -> str:
-    found = store._recent(f"objects/{digest}")
+    found = store.recent(f"objects/{digest}")
     return "" if found is not None and found.value["live"] else "is missing"
 
 

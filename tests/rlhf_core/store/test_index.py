@@ -11,7 +11,8 @@ from rlhf_core.store.layout import remove_tree
 from rlhf_core.store.leases import name_of
 from rlhf_core.store.protocol import discard
 from rlhf_core.types import PolicyRef
-from tests.support.records import provenance
+from tests.support.buckets import Nodes, flip
+from tests.support.records import commit_text, provenance
 
 PROVENANCE = provenance(label="sft", stage="sft", attempts=2)
 
@@ -54,7 +55,7 @@ def test_a_list_says_what_the_records_say(store):
 def test_what_is_known_is_not_read_again_and_what_is_new_changed_or_gone_is_noticed(store, monkeypatch):
     assert _labels(store) == ["sft", "sft"]
     with monkeypatch.context() as patch:
-        patch.setattr(index, "_read_record", _never)
+        patch.setattr(index, "_fields", _never)
         assert _labels(store) == ["sft", "sft"]
     _commit(store, "three", label="ppo", started="2031-01-01T00:00:00.000+00:00")
     assert _labels(store) == ["sft", "sft", "ppo"]
@@ -122,3 +123,16 @@ def test_a_list_imports_nothing_that_takes_long(store):
     command = [sys.executable, "-c", code, str(store.root)]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     assert len(said) == 4 and said[-1] == "[]"
+
+
+def test_a_damaged_table_of_a_bucket_is_named_and_all_others_are_listed(tmp_path, monkeypatch):
+    nodes = Nodes(tmp_path, monkeypatch)
+    for content in ("one", "two"):
+        commit_text(nodes.store("ada"), content)
+    name = f"v2/tables/{name_of(sha256_text('two'))}"
+    nodes.client.memory.put(name, flip(bytes(nodes.client.memory.get(name).bytes())))
+    ben = nodes.store("ben")
+    for _ in range(2):
+        found, unreadable, _ = rows(ben.shared, ben.layout)
+        assert [row.key for row in found] == [sha256_text("one")]
+        assert "does not arrive with the checksum" in str(*unreadable)

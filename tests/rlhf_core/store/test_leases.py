@@ -215,14 +215,16 @@ def test_a_lease_that_cannot_be_read_for_a_moment_is_not_lost(shared, monkeypatc
     with hold(shared, "k") as lease:
         with monkeypatch.context() as patch:
             patch.setattr(DiskStore, "read", away)
-            assert lease.may_be_ours()
+            lease.fence()
             with pytest.raises(OSError, match="Stale"):
                 lease.check()
         lease._looked.clear()
-        assert lease.may_be_ours()
+        lease.fence()
         _give(shared, replace(ourselves(), token="thief"))
         lease._looked.clear()
-        assert not lease.may_be_ours()
+        for _ in range(2):  # a process that has lost its lease has lost it at each look
+            with pytest.raises(Lost):
+                lease.fence()
 
 
 def test_a_long_time_between_two_looks_counts_as_one_heartbeat(monkeypatch):

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_core.stage.checkpoints import Checkpoints, write_part
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.checkpoint_parts import note_elsewhere, parts_elsewhere
-from rlhf_core.store.checkpoints import Checkpoints, write_part
 from rlhf_core.store.leases import name_of
 from rlhf_core.store.node_folders import NodeFolder, named
 from rlhf_core.store.protocol import Damaged
@@ -100,7 +100,7 @@ def test_parts_go_with_their_checkpoint(nodes):
         work = ada.shared.read(name_of(KEY)).value["work"]
     kept = {(owner, sha) for path in (best.path, latest.path) for _, sha, owner in parts_elsewhere(path).values()}
     found = {tuple(name.split("/")[-2:]) for name in nodes.client.names("v2/work/")}
-    assert len(kept) == 2 and found - kept == {(owner, sha) for owner, sha, _ in work["files"].values()}
+    assert len(kept) == 2 and found - kept == {(owner, sha) for _, sha, owner in work["files"].values()}
     assert kept < found, "the parts of the best checkpoint, too"
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.errors import ArtifactError
+from rlhf_core.stage.checkpoints import Checkpoints, damaged_archive
 from rlhf_core.store.artifacts import ArtifactStore
-from rlhf_core.store.checkpoints import Checkpoints, damaged_archive
 from rlhf_core.store.layout import remove_tree
 from rlhf_core.store.sharing import is_shared, share
 from rlhf_core.types import PolicyRef

@@ -61,7 +61,7 @@ def test_checkpoints_are_uploaded_while_the_stage_runs_and_only_the_last_one_sta
     assert len(seen) >= 2 and seen[-1].startswith("step-0000000004")
     files = ada.shared.read(name_of(KEY)).value["work"]["files"]
     assert {Path(name).parts[1] for name in files if name.startswith("ckpt/")} == {seen[-1]}
-    assert _files(nodes) == sorted({f"v2/work/{KEY}/{owner}/{sha}" for owner, sha, _ in files.values()})
+    assert _files(nodes) == sorted({f"v2/work/{KEY}/{owner}/{sha}" for _, sha, owner in files.values()})
 
 
 def test_a_node_that_lost_its_lease_publishes_no_checkpoint(nodes):

@@ -18,7 +18,7 @@ from rlhf_core.algorithms.policy.clip import ClipLoss
 from rlhf_core.algorithms.token_math import CorrectionConfig
 from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
 from rlhf_core.interfaces import ModelSpec, logprob_rows
-from rlhf_core.store.checkpoints import wait_for_parts
+from rlhf_core.stage.checkpoints import wait_for_parts
 from rlhf_core.training.objectives.base import PolicyObjective, SftObjective
 from rlhf_core.training.state import rank_and_world
 from rlhf_core.training.trainer import LocalTrainer

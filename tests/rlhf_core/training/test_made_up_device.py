@@ -18,7 +18,7 @@ from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.models.loading import load_model
 from rlhf_core.sequences import Sequences
-from rlhf_core.store.checkpoints import wait_for_parts
+from rlhf_core.stage.checkpoints import wait_for_parts
 from rlhf_core.training.engines.base import TorchEngine
 from rlhf_core.training.objectives.base import (
     BradleyTerryObjective,

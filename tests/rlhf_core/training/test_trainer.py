@@ -23,8 +23,8 @@ from rlhf_core.interfaces import ModelSpec, logprob_rows
 from rlhf_core.models.loading import load_model
 from rlhf_core.models.lora import weights_digest
 from rlhf_core.sequences import Sequences, Subset
-from rlhf_core.store import checkpoints
-from rlhf_core.store.checkpoints import wait_for_parts
+from rlhf_core.stage import checkpoints
+from rlhf_core.stage.checkpoints import wait_for_parts
 from rlhf_core.training.batching import reduce
 from rlhf_core.training.engines.base import TorchEngine, open_engine
 from rlhf_core.training.experience import (

@@ -27,7 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.sequences import Sequences
-from rlhf_core.store.checkpoints import wait_for_parts
+from rlhf_core.stage.checkpoints import wait_for_parts
 from rlhf_core.training.engines import base, deepspeed_engine, deepspeed_setup
 from rlhf_core.training.engines.base import open_engine
 from rlhf_core.training.objectives.base import SftObjective, ValueObjective

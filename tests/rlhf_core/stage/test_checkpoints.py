@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.errors import ArtifactError, TrainerLostError, WorkerLostError
-from rlhf_core.store.checkpoints import Checkpoints, WriterDied, damaged_archive, wait_for_parts, write_part
+from rlhf_core.stage.checkpoints import Checkpoints, WriterDied, damaged_archive, wait_for_parts, write_part
 
 FORK = multiprocessing.get_context("fork")
 

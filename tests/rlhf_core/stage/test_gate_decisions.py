@@ -4,7 +4,7 @@ import pytest
 
 from rlhf_core.errors import ArtifactError
 from rlhf_core.processes.identity import user_name
-from rlhf_core.store.gate_decisions import GateAnswer, GateDecisions, Question
+from rlhf_core.stage.gate_decisions import GateAnswer, GateDecisions, Question
 from rlhf_core.store.layout import write_json
 from rlhf_core.store.protocol import update
 
