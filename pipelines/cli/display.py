@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from pipelines.cli.common import print_line
+from pipelines.cli.common import plain, print_line, print_wrapped
 from pipelines.execution.key_metric import key_metric
 from pipelines.execution.plan import DIGITS, Outlook, PlannedStage, duration
 from pipelines.execution.progress_lines import ProgressLines, end_of
@@ -30,6 +31,10 @@ STYLES = {
     "BLOCKED": "red",
     "FAILED": "bold red",
 }
+HEADING = ("decision", "stage", "key", "why (times in UTC)")
+LEAST_REASON = 24
+"""Columns from which a long reason of a plan wraps in its column."""
+OWN_LINES = 10  # columns before a reason that has lines of its own
 MOST_NOTES = 2  # of the hits that share a line of a plan
 
 
@@ -156,7 +161,7 @@ class LiveDisplay:
             )
 
     def warn(self, text: str) -> None:
-        self._console.print(f"warning: {text}", style="yellow", markup=False, highlight=False)
+        print_wrapped(self._console, f"warning: {text}", "yellow")
 
     def _render(self) -> RenderableType:
         with self._lock:
@@ -248,17 +253,46 @@ def open_display(console: Console) -> PlainDisplay | LiveDisplay:
 def print_decisions(rows: Sequence[tuple[str, Decision]], console: Console) -> None:
     """Print the plan of a pipeline: a tree whose reasons wrap on a terminal, one line for each stage in a pipe."""
     if console.is_terminal:
-        table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-        for name in ("decision", "stage", "key", "why (times in UTC)"):
-            table.add_column(name, no_wrap=name[:3] != "why", overflow="fold")
-        for action, name, key, why in _tree([(label.split("/"), decision) for label, decision in rows]):
-            table.add_row(Text(action, style=STYLES.get(action, "")), Text(name), Text(key, style="dim"), Text(why))
-        console.print(table)
+        lines = list(_tree([(label.split("/"), decision) for label, decision in rows]))
+        wide = max((len(name) for _, name, _, _ in lines), default=0)
+        for action, name, key, why in [HEADING, *lines]:
+            style = "bold" if action == HEADING[0] else STYLES.get(action, "")
+            row = Text.assemble((f"{action:<8} ", style), f"{name:<{wide}} ")
+            reason = _placed_reason(plain(why), key, begin=len(row), width=console.width)
+            row.append(f"{key:<{DIGITS}} " if key else "", "dim").append(reason)
+            row.rstrip()
+            console.print(row, soft_wrap=True, highlight=False)
         return
     wide = max((len(label) for label, _ in rows), default=0)
     for label, decision in rows:
         line = f"{decision.action:<8} {label:<{wide}} {decision.key[:DIGITS] or '-':<{DIGITS}} {decision.reason}"
         print_line(console, line)
+
+
+def _placed_reason(reason: str, key: str, *, begin: int, width: int) -> str:
+    """A reason as it follows the key, which begins at a column, in lines of the terminal; no word is broken.
+
+    It stands in the column of reasons; if it does not fit there, it begins in the empty column of keys; if the column is
+    narrow, or a word does not fit, it has lines of its own.
+    """
+    column = begin + DIGITS + 1
+    if key or len(reason) <= width - column:
+        gap = "" if key else " " * (DIGITS + 1)
+    else:
+        gap, column = "", begin
+    room = width - column
+    if len(reason) <= room:
+        return gap + reason
+    if room < LEAST_REASON or any(len(word) > room for word in reason.split()):
+        return f"{gap}\n{_wrapped(reason, indent=OWN_LINES, width=width)}"
+    return gap + _wrapped(reason, indent=column, width=width).lstrip()
+
+
+def _wrapped(text: str, *, indent: int, width: int) -> str:
+    margin = " " * indent
+    return textwrap.fill(
+        text, width, initial_indent=margin, subsequent_indent=margin, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def _tree(

@@ -19,7 +19,7 @@ from pipelines.cli.extras import PACKAGE, check_needs, remedy
 from pipelines.cli.streams import leave_output, open_standard_streams, output_fails
 from rlhf_core.errors import DiskFullError, RlhfError, nearest
 from rlhf_core.processes.large_imports import skip_last_collections
-from rlhf_core.secrets.redaction import without_secrets
+from rlhf_core.secrets.redaction import hide_in_logs, without_secrets
 from rlhf_core.stage.stopping import RunBlocked, RunOverBudget, StageWaiting, leave_lost_terminal, terminations
 
 EXIT_REFUSED = 2
@@ -138,6 +138,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     if options.verb is None:
         parser.print_help()
         return 0
+    hide_in_logs()
     show_warnings()
     skip_last_collections()
     before = {number: signal.signal(number, _interrupt) for number in terminations()}

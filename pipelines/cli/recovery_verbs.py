@@ -2,7 +2,7 @@
 
 import argparse
 
-from pipelines.cli.common import console, print_line, store_folder
+from pipelines.cli.common import console, print_line, print_wrapped, store_folder
 from pipelines.services.home import Home
 from pipelines.services.reconcile import reconcile_all, some_prefect, was_used
 from rlhf_core.errors import ConfigError
@@ -26,7 +26,7 @@ def resume(options: argparse.Namespace) -> None:
             raise ConfigError(
                 "resume", options.run, f"no run was started yet in {home.root}", "list runs with `rlhf runs`"
             )
-        console.print(f"nothing was run yet in {home.root}: `rlhf run tiny/full` is a start", highlight=False)
+        print_wrapped(console, f"nothing was run yet in {home.root}: `rlhf run tiny/full` is a start")
         return
     with some_prefect(home) as served:
         # Prefect reads its settings when it is imported, and `some_prefect` has just made them.

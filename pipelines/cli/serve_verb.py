@@ -5,7 +5,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from pipelines.cli.common import console, print_json, print_line
+from pipelines.cli.common import console, print_json, print_line, print_wrapped
 from pipelines.cli.find_model import model_name
 from pipelines.execution.approving import Meant, answer_gate
 from pipelines.services import servers
@@ -24,7 +24,7 @@ from rlhf_core.tracking.mlflow_client import FLOW_RUN_TAG
 def up(options: argparse.Namespace) -> None:
     """Start the services and print their addresses."""
     home = Home.here()
-    console.print(f"starting the services (logs in {home.logs}) ...", style="dim", highlight=False)
+    print_wrapped(console, f"starting the services (logs in {home.logs}) ...", "dim")
     found = servers.up(home, foreground=options.foreground)
     lines = [f"Prefect  {_prefect_page(home, found)}", f"MLflow   {found.mlflow_page}"]
     if not found.prefect_api:

@@ -16,10 +16,11 @@ from pipelines.services.home import Home
 from pipelines.services.run_notes import RunNote, new_note
 from pipelines.services.running import running
 from pipelines.services.user_servers import tracking_place, tracking_uri, user_prefect
+from rlhf_core.secrets.redaction import hide_in_logs
 from rlhf_core.stage.key import Strictness
 from rlhf_core.stage.run import find
 from rlhf_core.store.artifacts import ArtifactStore
-from rlhf_core.store.opening import store_root
+from rlhf_core.store.opening import check_writable, store_root
 from rlhf_core.tracking.further import FurtherTrackers
 from rlhf_core.tracking.mlflow import MlflowTracker
 from rlhf_core.tracking.mlflow_client import open_client
@@ -42,7 +43,11 @@ def store_of_profile(profile: str) -> ArtifactStore:
 def plan_run(
     config: PipelineConfig, pipeline: Pipeline, options: RunOptions, *, store: ArtifactStore
 ) -> list[PlannedStage]:
-    """Return the plan of a run with these options; a run that goes on after a wait forces no stage twice."""
+    """Return the plan of a run with these options; a run that goes on after a wait forces no stage twice.
+
+    Raises ConfigError for a store that this user cannot write to.
+    """
+    check_writable(store.root)
     options = still_forced(options, config, store)
     return plan(config, store, pipeline=pipeline, until=options.until, force=options.force, strict=options.strict)
 
@@ -64,6 +69,7 @@ def open_run(
     `planned` is the recent result of `plan_run` for this run; None plans here. An outdated plan does no harm: every
     stage is decided again before it runs. `runtime` holds engines that outlive the run; None opens and closes them here.
     """
+    hide_in_logs()  # a program of the user's may have called `pipelines.run`
     store = store_of(config, home)
     store.create()
     options = still_forced(options, config, store, say=True)

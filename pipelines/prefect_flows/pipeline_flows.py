@@ -21,6 +21,7 @@ from pipelines.prefect_flows.waiting import close_finished, halted, note
 from pipelines.services.flow_runs import FLOW_NAME, own, rename
 from pipelines.services.home import Home
 from rlhf_core.errors import ConfigError
+from rlhf_core.secrets.redaction import hide_in_logs
 from rlhf_core.stage.key import Strictness
 from rlhf_core.stage.stopping import RunHalted
 from rlhf_core.types import PolicyRef
@@ -55,6 +56,7 @@ def pipeline_flow(name: str, pipeline: Pipeline, example: str, about: str) -> Fl
         strict_env: bool = False,
         config: dict[str, Any] | None = None,
     ) -> State[Any]:
+        hide_in_logs()
         changes = [*overrides, *([] if seed is None else [f"seed={seed}"])]
         if config and profile:
             raise ConfigError("profile", profile, "config is given, too", "clear one of the two fields")

@@ -26,6 +26,7 @@ from pipelines.services.home import Home
 from rlhf_core.by_path import is_path
 from rlhf_core.config.runtime import RuntimeConfig
 from rlhf_core.schema.base import Config
+from rlhf_core.secrets.redaction import hide_in_logs
 from rlhf_core.types import ArtifactRef, ModelRef, PolicyRef, PromptsRef
 from stages.declaration import Stage
 from stages.prepare_data import PrepareDataConfig
@@ -187,6 +188,7 @@ def _run_group(
 
 
 def _run(settings: Settings, label: str, body: Callable[[Stages, Find], ArtifactRef]) -> dict[str, str]:
+    hide_in_logs()
     config = PipelineConfig(
         name=settings.name,
         seed=settings.seed,

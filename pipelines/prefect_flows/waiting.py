@@ -21,6 +21,7 @@ from pipelines.execution.resume import ResumeError, resume
 from pipelines.services.flow_runs import FLOW_NAME, close_halted, own
 from pipelines.services.home import Home
 from pipelines.services.waits import forget_wait, note_wait, waiting_runs
+from rlhf_core.secrets.redaction import hide_in_logs
 from rlhf_core.stage.stopping import RunHalted, StageWaiting
 from rlhf_core.tracking.mlflow_client import FLOW_RUN_TAG
 
@@ -149,6 +150,7 @@ def approve(
         store: Folder of the artifact store. If empty, the one in the state folder.
         question: Id of the question, as in the message, if the gate has several.
     """
+    hide_in_logs()
     context = FlowRunContext.get()
     if context is not None and context.flow_run is not None:
         own(context.flow_run.id)

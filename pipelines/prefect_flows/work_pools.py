@@ -22,6 +22,7 @@ from pipelines.prefect_flows.deployments import PATIENT_QUESTIONS, end_children,
 from pipelines.prefect_flows.own_deployments import ensure_pool
 from pipelines.services.flow_runs import HOME_LABEL
 from pipelines.services.home import Home
+from rlhf_core.secrets.redaction import hide_in_logs
 from rlhf_core.stage.stopping import terminations
 
 warnings.filterwarnings(
@@ -43,6 +44,7 @@ class PoolWorker(ProcessWorker):
 def serve(home: Home, pool: str, runs_at_once: int) -> None:
     """Run what is scheduled in a work pool until SIGTERM or Ctrl-C; the pool is made if there is none."""
     logging.basicConfig(format="%(asctime)s %(message)s")
+    hide_in_logs()
     os.environ["RLHF_HOME"] = str(home.root)  # of the runs, too
     home.prefect.mkdir(parents=True, exist_ok=True)
     tempfile.tempdir = str(home.prefect)  # of Prefect's runner, whose folder in /tmp any other user can make first

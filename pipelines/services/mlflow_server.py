@@ -16,6 +16,7 @@ from mlflow.cli import cli
 from pipelines.services.home import PROOF_KEY
 from rlhf_core.http.door import Door
 from rlhf_core.http.serving import serve_at
+from rlhf_core.secrets.redaction import hide_in_logs
 
 LISTEN = "listen"
 """Second argument of the process in which the application runs, with the variables that MLflow's command made for it."""
@@ -25,6 +26,7 @@ def app() -> Door:
     """Return MLflow's application for this user and its own pages; a factory for uvicorn."""
     from mlflow.server.fastapi_app import app as theirs  # reads the settings that the command made for its workers
 
+    hide_in_logs()
     return Door(theirs, pages=True, key=os.environ[PROOF_KEY] if PROOF_KEY in os.environ else "")
 
 

@@ -22,6 +22,7 @@ from pipelines.services.flow_runs import OWN_TAG, PIPELINE_TAG
 from pipelines.services.home import SERVER_AUTH, SIGN_IN, basic
 from rlhf_core.http.door import Door
 from rlhf_core.http.serving import serve_at
+from rlhf_core.secrets.redaction import hide_in_logs
 
 FIRST_MESSAGE_S = 20.0  # after which a silent connection is closed
 _PROBES = ("/api/health", "/api/ready")
@@ -33,6 +34,7 @@ _SIGN_IN_PAGE = """<!doctype html><title>Prefect</title>
 
 def app() -> Door:
     """Return Prefect's application behind our door; a factory for uvicorn."""
+    hide_in_logs()
     DeploymentSort.as_sql_sort = _pipelines_first
     auth, prefect = os.environ[SERVER_AUTH], create_app()
 

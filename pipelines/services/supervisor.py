@@ -43,6 +43,7 @@ from pipelines.services.servers import (
     proof_environment,
 )
 from pipelines.services.user_servers import user_prefect
+from rlhf_core.secrets.redaction import hide_in_logs
 from rlhf_core.stage.stopping import terminations
 from rlhf_core.tracking import mlflow_client
 
@@ -176,4 +177,5 @@ def _start(children: list[Child], keepers: list[threading.Thread], stop: threadi
 
 if __name__ == "__main__":
     logging.basicConfig(format="%(asctime)s %(message)s")
+    hide_in_logs()
     supervise(Home(Path(sys.argv[1])))

@@ -13,7 +13,7 @@ from typing import Any
 
 from pipelines.services.home import Home
 from pipelines.services.user_servers import tracking_uri
-from rlhf_core.secrets.redaction import without_secrets
+from rlhf_core.secrets.redaction import hide_in_logs, without_secrets
 from rlhf_core.stage.gate_decisions import GateDecisions
 from rlhf_core.store.layout import read_json, write_json
 from rlhf_core.store.opening import open_store
@@ -72,4 +72,5 @@ def _path(home: Home, flow_run: str) -> Path:
 
 if __name__ == "__main__":
     logging.basicConfig(format="%(asctime)s %(message)s")
+    hide_in_logs()
     sys.stdout.write("".join(f"{name}\n" for name in met(Home.here(), sys.argv[1:])))

@@ -19,6 +19,7 @@ from pipelines.services.home import Home
 from rlhf_contrib.ray_jobs.executor import SPEC, JobOutcome, JobSpec, Reporter, failure, read_spec, write_outcome
 from rlhf_core.errors import ConfigError
 from rlhf_core.processes.large_imports import skip_last_collections
+from rlhf_core.secrets.redaction import hide_in_logs
 from rlhf_core.stage import stopping
 from rlhf_core.stage.decision import target_of
 from rlhf_core.store.artifacts import ArtifactStore
@@ -34,6 +35,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the stage whose spec is in the folder, and write its outcome there."""
     (folder,) = map(Path, arguments)
     skip_last_collections()
+    hide_in_logs()
     for number in stopping.terminations():
         signal.signal(number, _interrupt)
     try:

@@ -23,7 +23,7 @@ from rlhf_core.processes.child import take_standard_streams
 from rlhf_core.processes.guard import start_guard
 from rlhf_core.processes.host import send_message
 from rlhf_core.schema.secrets import with_secrets
-from rlhf_core.secrets.redaction import without_secrets
+from rlhf_core.secrets.redaction import hide_in_logs, without_secrets
 from rlhf_core.user_code.dependencies import check_functions
 from rlhf_core.user_code.watch import watch_process
 
@@ -53,6 +53,7 @@ class SessionEvent:
 def main(beacon: int) -> None:
     """Serve until the input ends."""
     start_guard()
+    hide_in_logs()
     answers, requests = take_standard_streams()
     config, tokenizer, functions, notes, key = pickle.load(requests)
     try:

@@ -30,7 +30,7 @@ from rlhf_core.processes.warm import start_warm
 from rlhf_core.rewards.batches import BatchFailed, RewardOutcome, check_length, cut, joined
 from rlhf_core.rewards.protocols import Adapted, AnyProtocol, adapt
 from rlhf_core.schema.secrets import resolved
-from rlhf_core.secrets.redaction import without_secrets
+from rlhf_core.secrets.redaction import hide_in_logs, without_secrets
 from rlhf_core.types import Generation
 from rlhf_core.user_code.dependencies import check_functions
 from rlhf_core.user_code.modules import load_callable
@@ -176,6 +176,7 @@ class IsolatedReward:
 def main(function: str, settings: WorkerSettings) -> None:
     """Serve the reward function until the input ends."""
     start_guard()
+    hide_in_logs()
     answers, requests = take_standard_streams()
     try:
         arguments = resolved(settings.arguments, "arguments")

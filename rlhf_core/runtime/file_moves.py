@@ -4,13 +4,15 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from rlhf_core.secrets.redaction import hide_in_logs
 from rlhf_core.store.node_folders import NodeFolder
 
 
 class FileMoves:
-    """A worker that moves files in a thread, between and during its calls."""
+    """A worker process of Ray, which moves files in a thread, between and during its calls. Its log has no secrets."""
 
     def __init__(self) -> None:
+        hide_in_logs()
         self._moving = ThreadPoolExecutor(1, thread_name_prefix="files")
         self._moves: dict[str, Future[Any]] = {}
         """Name of a move -> its result."""

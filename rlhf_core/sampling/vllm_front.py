@@ -13,6 +13,7 @@ from starlette.types import ASGIApp
 
 from rlhf_core.errors import ConfigError
 from rlhf_core.http.door import Door, health_alone
+from rlhf_core.secrets.redaction import hide_in_logs
 
 TOKEN = "VLLM_API_KEY"
 """Environment variable from which vLLM reads the token: options of a command are visible to every user."""
@@ -33,6 +34,7 @@ def main() -> None:
     from vllm.entrypoints.launchers import launcher
     from vllm.entrypoints.launchers.api_server.entry import main as serve
 
+    hide_in_logs()
     os.umask(0o077)  # the sockets of its processes lie in the temporary folder, and what comes there is unpickled
     listener = socket.socket(fileno=int(sys.argv.pop(1)))
     listener.set_inheritable(False)

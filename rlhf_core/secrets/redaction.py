@@ -4,7 +4,7 @@ import base64
 import logging
 import re
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import parse_qsl, quote, quote_plus, urlsplit, urlunsplit
 
@@ -35,15 +35,49 @@ _NO_SECRET_TOKENS = frozenset([
 """Words before `token` that make it a token of a text."""
 _SECRET_PARAMETERS = frozenset({"key", "sig", "signature", "auth"})
 """Names that are secret only in the query of an address."""
-# Neither pattern may look ahead without a bound, or begin inside a word: a model may write a million letters.
-_SECRET_VALUE = re.compile(
-    r"\b(hf_[A-Za-z0-9]{16,}|sk-(?=[A-Za-z_-]{0,99}\d)[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}"
-    r"|AKIA[A-Z0-9]{16}|xox[abpr]-[A-Za-z0-9-]{10,}|Bearer\s+[A-Za-z0-9._~+/=-]{16,}|glpat-[A-Za-z0-9_-]{16,}"
-    r"|AIza[A-Za-z0-9_-]{30,}|npm_[A-Za-z0-9]{30,}|nvapi-[A-Za-z0-9_-]{20,}"
-    r"|eyJ[A-Za-z0-9_-]{5,500}\.eyJ[A-Za-z0-9_-]{5,4000}\.[A-Za-z0-9_-]{10,}"  # JWT
-    r"|[Bb]asic\s+(?=[A-Za-z+/]{0,99}(?:\d|[a-z][A-Z]))(?:[A-Za-z0-9+/]{11,}={0,2}|[A-Za-z0-9+/]{6,}==?))"  # base64, and no word
+_SPACE = r"(?:\s+|%20|\+)"
+_64URL = "[A-Za-z0-9_-]"
+# No form may look ahead without a bound, or begin inside a word: a model may write a million letters.
+_FORMS = {
+    "Hugging Face": r"\bhf_[A-Za-z0-9]{16,}",
+    "OpenAI, Anthropic": r"\bsk-(?=[A-Za-z_-]{0,99}\d)[A-Za-z0-9_-]{16,}",
+    "GitHub": r"\b(?:gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,})",
+    "GitLab": r"\bglpat-[A-Za-z0-9_-]{16,}",
+    "AWS": r"\bA[KS]IA[A-Z0-9]{16}\b",
+    "Slack": r"\b(?:xox[abeoprs]|xapp)-[A-Za-z0-9-]{10,}|\bhooks\.slack\.com/services/[\w/]{20,}",
+    "Google": r"\bAIza[A-Za-z0-9_-]{30,}|\bya29\.[A-Za-z0-9_-]{20,}",
+    "npm, NVIDIA, W&B": r"\bnpm_[A-Za-z0-9]{30,}|\bnvapi-[A-Za-z0-9_-]{20,}|\bwandb_v1_\w{20,}",
+    # Header, then payload and signature (JWS), or key, nonce, text and tag (JWE); payload and key may be empty.
+    "JWT": rf"(?<![\w-])eyJ{_64URL}{{5,}}+\.{_64URL}*+\.{_64URL}{{10,}}+(?:\.{_64URL}++){{0,2}}",
+    "Bearer": rf"\b(?:Bearer{_SPACE}|(?i:bearer){_SPACE}(?=[\w.~+/-]{{0,99}}(?:\d|[a-z][A-Z])))[A-Za-z0-9._~+/=-]{{16,}}",
+    # The characters of base64, with a digit or a capital inside a word: it is no word.
+    "Basic": rf"\b(?i:basic){_SPACE}(?=[A-Za-z+/]{{0,99}}(?:\d|[a-z][A-Z]))(?:(?:[A-Za-z0-9+/_-]|%2[BbFf]){{11,}}"
+    r"(?:=|%3[Dd]){0,2}|[A-Za-z0-9+/_-]{6,}(?:=|%3[Dd]){1,2})",
+    "private key": r"-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?-----(?:(?!-----)[\s\S])*+"
+    r"(?:-----END [A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?-----)?",
+}
+"""Issuer -> the form of its credentials, wherever they stand."""
+_SECRET_VALUE = re.compile("|".join(_FORMS.values()))
+_USER = re.compile(r"""(\b\w+://)([^\s/@:?#"<>]*(?::(?!\d{1,5}[/?#])[^\s/@"<>]+)?(?:@[^\s/@?#"<>]+)*)@(?!sha256:)""")
+"""User and password of an address. The password may have an `@`; an image may have a tag and a digest."""
+_TOKEN_AS_USER = 16
+"""Characters from which a user without a password is a token, as in `git+ssh://TOKEN@host`."""
+_NAMED = re.compile(
+    r"""
+    (?<![\w-]) (?P<name> (?P<option>--?)? [A-Za-z][\w-]{2,60}+ )
+    (?P<between> \\?["']? \s{0,3} (?: [:=] | %3[AaDd] | , (?=\s{0,3}b?\\?["']) | (?(option) \s (?=[^\s-]) | (?!) ) ) \s{0,3} )
+    (?: b?\\?["'] (?P<quoted> [^"'\\]{1,4000} )
+      | (?P<bare> (?: (?i:apikey|aws4-hmac-sha256|basic|bearer|digest|key|negotiate|token)\s )? [^\s"'&,;(){}\[\]<>|\\]{1,1000} ) )
+    """,
+    re.VERBOSE,
 )
-_USER = re.compile(r"(\b\w+://)([^\s/@:?#]*:[^\s/@]+)@")
+"""A name and its value: of a query, header, option or environment; in Python, in JSON, or in JSON inside a text."""
+_NO_VALUE = re.compile(r"env:|\$|%|\*|-|(?:none|null|true|false|\d|\.\.\.)$", re.IGNORECASE)
+"""Begin of a value that names, formats or hides a secret, or that means none."""
+_DIGIT = re.compile(r"\d")
+_NUMBER = re.compile(r"[\d.,:eE+-]+")
+_LEAST_OF_TOKEN = 16
+"""Characters from which the value of a token is no word of a text, which a token may also be."""
 _TOKEN_OF_A_TEXT = re.compile(r"\s|^<.*>$|^\[.*\]$|^$")
 
 
@@ -110,7 +144,7 @@ def without_secrets(text: str) -> str:
     """
     if _Known.pattern is not None:
         text = _Known.pattern.sub(HIDDEN, text)
-    return _USER.sub(_without_user, _SECRET_VALUE.sub(HIDDEN, text))
+    return _without_named(_USER.sub(_without_user, _SECRET_VALUE.sub(HIDDEN, text)))
 
 
 def hidden(key: str, value: Any) -> Any:
@@ -151,8 +185,7 @@ def know(value: str) -> None:
     """Remove `value` from now on from all texts and from every log record of this process."""
     if len(value) < SHORTEST_KNOWN or value in _Known.values:
         return
-    if not _Known.values:
-        _hide_in_logs()
+    hide_in_logs()
     # As it stands in a text, in an address, in a form, and in the text of a Python or JSON value.
     escaped = {quote(value, safe=""), quote(value), quote_plus(value)}
     escaped |= {re.sub("%[0-9A-F]{2}", lambda found: found[0].lower(), one) for one in escaped}
@@ -194,24 +227,71 @@ class _Known:
 
 
 def _without_user(found: re.Match[str]) -> str:
-    return found[0] if REFERENCE_INSIDE.search(found[2]) else f"{found[1]}{HIDDEN}@"
+    scheme, user = found[1], found[2]
+    is_plain = ":" not in user and "%3a" not in user.lower()  # as in ssh://git@host
+    if REFERENCE_INSIDE.search(user) or (
+        is_plain and len(user) < _TOKEN_AS_USER and not (user and scheme.startswith("http"))
+    ):
+        return found[0]
+    return f"{scheme}{HIDDEN}@"
 
 
-def _hide_in_logs() -> None:
-    """Remove secrets from log records; unlike a filter, this covers every logger and handler, also of libraries."""
-    made_before = logging.getLogRecordFactory()
+def _without_named(text: str) -> str:
+    """Return `text` without values whose names are those of secrets. A value that is kept may itself hold a name."""
+    parts, done, at = [], 0, 0
+    while found := _NAMED.search(text, at):
+        value = "bare" if found["quoted"] is None else "quoted"
+        at = found.end("name")
+        if _is_named_secret(found, found[value]):
+            parts += [text[done : found.start(value)], HIDDEN]
+            done = at = found.end(value)
+    return "".join([*parts, text[done:]])
 
-    def made(*arguments: Any, **named: Any) -> logging.LogRecord:
-        record = made_before(*arguments, **named)
+
+def _is_named_secret(found: re.Match[str], value: str) -> bool:
+    name, between = found["name"].lstrip("-"), found["between"]
+    in_query = found.string[max(0, found.start() - 1) : found.start()] in ("?", "&")
+    is_parameter = in_query and name.rpartition("-")[2].lower() in _SECRET_PARAMETERS
+    if not (is_parameter or is_secret_name(name)) or _NO_VALUE.match(value) or REFERENCE_INSIDE.search(value):
+        return False
+    *_, before, last = ["", "", *(word.lower() for word in _WORD.findall(name))]
+    if last in ("credential", "credentials") and value.startswith(("/", "~", "./", "../")):
+        return False
+    if "," in between and not ("-" in found["name"] or found.string[found.end("between")] == "b"):
+        return False  # two words of a list, and no header or option
+    if in_query or ("=" in between and (found["option"] or name.isupper())):
+        return True
+    if last == "token" and before not in _KINDS_OF_TOKEN:
+        return len(value) >= _LEAST_OF_TOKEN and not value.isalpha() and not _NUMBER.fullmatch(value)
+    return found["quoted"] is not None or (len(value) >= SHORTEST_KNOWN and bool(_DIGIT.search(value)))
+
+
+class _SafeRecords:
+    """A factory of log records without secrets."""
+
+    def __init__(self, factory: Callable[..., logging.LogRecord]) -> None:
+        self._factory = factory
+
+    def __call__(self, *arguments: Any, **named: Any) -> logging.LogRecord:
+        record = self._factory(*arguments, **named)
         try:
             message = record.getMessage()
         except Exception:  # arguments that do not fit the format: the handler reports it
             return record
         safe = without_secrets(message)
-        if safe != message:
+        if safe != message and isinstance(record.args, tuple):  # uvicorn's formatter of requests reads them again
+            record.args = tuple(without_secrets(one) if isinstance(one, str) else one for one in record.args)
+        if safe != message and record.getMessage() != safe:
             record.msg, record.args = safe, ()
         if record.exc_info and record.exc_info[0] is not None:
             record.exc_text = without_secrets(logging.Formatter().formatException(record.exc_info))
+        if record.stack_info:
+            record.stack_info = without_secrets(record.stack_info)
         return record
 
-    logging.setLogRecordFactory(made)
+
+def hide_in_logs() -> None:
+    """Remove secrets from the log records of this process; unlike a filter, this covers all loggers, also of libraries."""
+    factory = logging.getLogRecordFactory()
+    if not isinstance(factory, _SafeRecords):
+        logging.setLogRecordFactory(_SafeRecords(factory))

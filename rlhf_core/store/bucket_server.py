@@ -35,8 +35,9 @@ class AccessRefused(ArtifactError):
 class ObstoreServer:
     """The bucket at an address such as `s3://bucket/folder`; all names lie below `prefix`."""
 
-    def __init__(self, uri: str, prefix: str = FOLDER) -> None:
-        self.uri, self._client, self._prefix = uri, open_bucket(uri), prefix
+    def __init__(self, uri: str, prefix: str = FOLDER, *, is_first: bool = False) -> None:
+        """If `is_first`, requests that fail are repeated for seconds instead of minutes."""
+        self.uri, self._client, self._prefix = uri, open_bucket(uri, is_first=is_first), prefix
 
     def get(self, name: str) -> tuple[bytes, str, float]:
         """GET."""
@@ -129,7 +130,7 @@ def _version(meta: Any) -> str:
 
 def probe(uri: str) -> None:
     """Try the conditional puts that a store relies on, once per bucket. Raises ConfigError if the server ignores one."""
-    server = ObstoreServer(uri)
+    server = ObstoreServer(uri, is_first=True)
     if any(server.list(_PASSED)):
         return
     name = f"probes/{secrets.token_hex(8)}"

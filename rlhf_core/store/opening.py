@@ -1,6 +1,8 @@
 """Find the folder of a store, and open the store that lies there or in the bucket that the folder caches."""
 
 import json
+import os
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -11,10 +13,6 @@ from rlhf_core.store.disk import DiskStore
 from rlhf_core.store.earlier import EarlierBucketStore, EarlierDiskStore
 from rlhf_core.store.fingerprint import sha256_text
 from rlhf_core.store.layout import MARKER, SCHEMA, cache_folder, read_json, write_text
-from rlhf_core.store.object_server import repeat
-
-PROBE_PATIENCE_S = 10.0
-"""How long the first requests to a bucket are repeated. Its address may be wrong."""
 
 
 def store_root(place: str) -> Path:
@@ -34,7 +32,7 @@ def store_root(place: str) -> Path:
     if known is None or known["schema"] < SCHEMA:
         from rlhf_core.store.bucket_server import probe  # obstore, which stores on disks do not need
 
-        repeat(lambda: probe(uri), PROBE_PATIENCE_S)
+        probe(uri)
         root.mkdir(parents=True, exist_ok=True)
         root.chmod(0o700)  # models and data of a bucket that others on this machine may not be allowed to read
         write_text(root / MARKER, json.dumps({"mirrors": uri, "schema": SCHEMA}, indent=1), durable=True)
@@ -67,12 +65,34 @@ def _open_bucket_store(root: Path, uri: str) -> BucketStore:
     return EarlierBucketStore(ObstoreServer(uri), root, uri, ObstoreServer(uri, prefix=""))
 
 
+def check_writable(root: Path) -> None:
+    """Raise ConfigError if this user can neither write to the folder of a store nor make it."""
+    found = _nearest(root)
+    if not os.access(found, os.W_OK | os.X_OK):
+        remedy = (
+            "name a folder of your own; for a store that you only read, use `--store` of the commands that show results"
+        )
+        raise ConfigError("store", str(root), f"this user cannot write to {found}", remedy)
+
+
 def _folder(place: str) -> Path:
-    """The folder of a store on a disk. Raises ConfigError for a text that cannot be a path."""
+    """The folder of a store on a disk. Raises ConfigError for a text that cannot be a path, and for a path of no folder."""
     try:
         found = Path(place).expanduser()
-        found.is_dir()  # UnicodeEncodeError and ValueError for characters that no path has
+        with suppress(FileNotFoundError, NotADirectoryError):
+            found.stat()  # UnicodeEncodeError and ValueError for characters that no path has
+        nearest = _nearest(found)
+        said = "" if nearest.is_dir() else f"{nearest} is {'no folder' if nearest.exists() else 'a link to nothing'}"
     except (RuntimeError, ValueError, OSError) as error:  # an unknown user; a name that is too long
-        rule = f"cannot be a folder ({getattr(error, 'strerror', '') or error})"
-        raise ConfigError("store", place, rule, "name a folder, or s3://BUCKET/FOLDER") from None
+        said = str(getattr(error, "strerror", "") or error)
+    if said:
+        raise ConfigError(
+            "store", place, f"cannot be a folder ({said})", "name a folder, or s3://BUCKET/FOLDER"
+        ) from None
     return found
+
+
+def _nearest(path: Path) -> Path:
+    """The path itself or, if nothing is there, the nearest folder above it that exists."""
+    path = path.absolute()
+    return next(one for one in (path, *path.parents) if os.path.lexists(one))

@@ -61,7 +61,7 @@ class Nodes:
 
     def __init__(self, folder: Path, patch: Any) -> None:
         self.folder, self.client, self._patch = folder, Client(), patch
-        patch.setattr(bucket_server, "open_bucket", lambda uri: self.client)
+        patch.setattr(bucket_server, "open_bucket", lambda uri, **_: self.client)
 
     def store(self, node: str) -> ArtifactStore:
         """The store as a new process on this node opens it."""

@@ -130,6 +130,29 @@ def test_a_part_of_a_plan_that_is_all_hits_is_one_line():
     assert len(tree(stages, force_terminal=False)) == len(stages), "a line for each stage in a pipe"
 
 
+PATH = f"/data/{'long_' * 20}name.jsonl"
+
+
+def test_the_reasons_of_a_plan_break_only_between_words():
+    """At 80 columns a reason has 80 - 9 - 14 - 13 = 44 columns here, and without a key 13 more."""
+    after = "after a_stage_with_quite_a_long_name/generate/x"  # 47 columns
+    stages = {
+        "data": Decision("RUN", f"file changed: {PATH}, seed 1 -> 2", "k" * 64, None),
+        "reward_model2": Decision("RUN", after, "", None),
+        "sft": Decision("RUN", "changed: sft.optimizer.learning_rate: 0.001 -> 0.002, seed: 1 -> 2", "k" * 64, None),
+    }
+    plain = [re.sub(r"\x1b\[[0-9;]*m", "", line).rstrip() for line in tree(stages)[1:]]
+    assert plain == [
+        f"RUN      data          {'k' * 12}",
+        "          file changed:",
+        f"          {PATH},",
+        "          seed 1 -> 2",
+        f"RUN      reward_model2 {after}",
+        f"RUN      sft           {'k' * 12} changed: sft.optimizer.learning_rate: 0.001",
+        f"{' ' * 36}-> 0.002, seed: 1 -> 2",
+    ]
+
+
 def test_a_reason_names_a_stage_of_the_same_part_without_the_part():
     after = {"a/r1/x": "base", "a/r1/y": "a/r1/x", "a/r2/x": "a/r1/y", "a/r2/y": "a/r2/x", "b": "a/r2/y"}
     lines = tree({label: Decision("RUN", f"after {one}", "", None) for label, one in after.items()})

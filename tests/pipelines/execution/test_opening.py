@@ -1,16 +1,19 @@
 """What a run is opened with, and a run of cached stages, which opens nothing."""
 
+import os
 from pathlib import Path
 
 import pytest
 
 from pipelines.execution.executor import RunContext, RunOptions
 from pipelines.execution.local import LocalExecutor
-from pipelines.execution.opening import is_watched, open_executor, results_if_all_cached, store_of
+from pipelines.execution.opening import is_watched, open_executor, plan_run, results_if_all_cached, store_of
 from pipelines.execution.plan import PlannedStage, plan
+from pipelines.flows.full import lifecycle
 from pipelines.flows.profile import load_profile
 from pipelines.services.home import Home
 from rlhf_contrib.ray_jobs.executor import RayJobExecutor
+from rlhf_core.errors import ConfigError
 from rlhf_core.stage.key import Strictness
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.leases import name_of
@@ -33,6 +36,18 @@ def test_the_executor_is_the_one_that_the_runtime_names(tmp_path, home, executio
     config = load_profile(write_mini(tmp_path), [f"runtime.execution={execution}"])
     context = RunContext(config, RunOptions(), store_of(config, home), MemoryTracker(), Notes())
     assert type(open_executor(context)) is kind
+
+
+def test_a_store_that_cannot_be_written_is_refused_when_it_is_planned_and_can_be_read(tmp_path, home, monkeypatch):
+    monkeypatch.setattr(
+        os, "access", lambda path, mode: path != tmp_path
+    )  # no mode of a folder keeps root from writing
+    config = load_profile(write_mini(tmp_path), [f"store={tmp_path / 'team' / 'store'}"])
+    store = store_of(config, home)
+    with pytest.raises(
+        ConfigError, match=rf"store = '{store.root}': this user cannot write to {tmp_path}; name a folder"
+    ):
+        plan_run(config, lifecycle, RunOptions(), store=store)
 
 
 def test_the_store_is_the_profiles_or_the_state_folders(tmp_path, home):

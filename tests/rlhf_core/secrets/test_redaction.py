@@ -14,6 +14,7 @@ from rlhf_core.secrets.redaction import (
     ErrorWithoutSecrets,
     hidden,
     hide_in,
+    hide_in_logs,
     is_secret_name,
     know,
     shown,
@@ -54,11 +55,123 @@ def test_credentials_of_other_services_are_hidden(secret):
     assert without_secrets(f"sent {secret}, and failed") == "sent ***, and failed"
 
 
+JWT, PARTS = "eyJhbGciOiJkaXIiLCJlbmMiOiJBMjU2R0NNIn0", "48V1_ALb6US04U3b.5eym8TW_c8SuK0ltJ3rp.XFBoMYUZodetZdvTiFvSkQ"
+DIGITS = "0123456789abcdef0123456789abcdef01234567"
+PEM = "-----BEGIN RSA PRIVATE KEY-----\nMIIEowIBAAKCAQEA\n7hx/+q==\n-----END RSA PRIVATE KEY-----"
+FORMS = {
+    "Authorization: BASIC cmxoZjpodW50ZXIy failed": "Authorization: *** failed",
+    "Basic%20bWU6d29yZA%3D%3D&x": "***&x",
+    "BEARER mF_9.B5f-4.1JqM-and-more": "***",
+    "bearer%20abcdefgh-ijkl-0123": "***",
+    "https://user%3Apass@host/x": "https://***@host/x",
+    "https://ghtoken@host/x": "https://***@host/x",
+    f"git+ssh://{DIGITS}@host/x": "git+ssh://***@host/x",
+    "postgresql://me:p@ss@db/x, by me@x": "postgresql://***@db/x, by me@x",
+    "https://me:pa?ss@host": "https://***@host",
+    f"{JWT}..{PARTS}, and": "***, and",
+    f"{JWT}.OKOawDo13gRp2ojaHV7LFpZcgV7T6DVZ.{PARTS}.": "***.",
+    "AKIAIOSFODNN7EXAMPLE and ASIAIOSFODNN7EXAMPLE": "*** and ***",
+    "xoxe-1-abcdefghij xapp-1-A012-345": "*** ***",
+    "https://hooks.slack.com/services/T00000000/B0000/XXXX": "https://***",
+    f"github_pat_{'aB3' * 8} ghs_{'aB3' * 8}": "*** ***",
+    "sk-ant-api03-abcdefghijklmnop": "***",
+    f"a key\n{PEM}\nof Ada": "a key\n***\nof Ada",
+    repr(PEM): "'***'",
+    "{'Authorization': 'Bearer abc', 'x-api-key': 'short'}": "{'Authorization': '***', 'x-api-key': '***'}",
+    '{"Authorization": "token ab12", "n": 1}': '{"Authorization": "***", "n": 1}',
+    r'{"body": "{\"api_key\": \"abc\"}"}': r'{"body": "{\"api_key\": \"***\"}"}',
+    "[(b'X-Api-Key', b'abcd'), (b'accept', b'a/b')]": "[(b'X-Api-Key', b'***'), (b'accept', b'a/b')]",
+    "curl -H 'X-API-Key: abc12345' https://h/x?a=1&token=hunter2": "curl -H 'X-API-Key: ***' https://h/x?a=1&token=***",
+    "/x?X-Amz-Signature=fe5f80f7&X-Amz-Date=2": "/x?X-Amz-Signature=***&X-Amz-Date=2",
+    "/x?sv=2022&sig=aBc%3D&se=1": "/x?sv=2022&sig=***&se=1",
+    f"wandb: api_key={DIGITS}, api_key: {DIGITS}": "wandb: api_key=***, api_key: ***",
+    "['vllm', '--api-key', 'abc', '--port', '80']": "['vllm', '--api-key', '***', '--port', '80']",
+    "vllm --api-key abc12345 --token=hunter": "vllm --api-key *** --token=***",
+    "DB_PASSWORD=hunter python x.py": "DB_PASSWORD=*** python x.py",
+    "AccountName=a;AccountKey=ab12+/==;x=1": "AccountName=a;AccountKey=***;x=1",
+    "key: reason: token=abcdef0123456789": "key: reason: token=***",
+}
+
+
+@pytest.mark.parametrize(("text", "shown"), FORMS.items())
+def test_a_credential_is_hidden_in_the_forms_of_headers_addresses_options_and_settings(text, shown):
+    assert without_secrets(text) == shown == without_secrets(shown)
+    assert without_secrets(f"at once ({text})") == f"at once ({shown})"
+
+
 @pytest.mark.parametrize(
-    "text", ["Basic internationalization", "basic understanding of", "eyJ.eyJ.x", "npm_config_registry", "AIza"]
+    "text",
+    [
+        *("Basic internationalization", "basic understanding of", "eyJ.eyJ.x", "npm_config_registry", "AIza"),
+        *("BASIC INTERNATIONALIZATION", "bearer responsibilities-of-people", "eyJhbGciOi.tar.gz"),
+        *(
+            "ssh://git@github.com/x",
+            "http://host:8000/x?by=a@b",
+            "docker://image:tag@sha256:01",
+            "s3://a/b@c",
+            "https://@x",
+        ),
+        *(
+            "password: wrong on host2",
+            "--api-key must be set",
+            "secret = None, token=True",
+            "columns ('password', 'user')",
+        ),
+        *(
+            "Logprob(decoded_token='Hello', token='yes')",
+            "per token: 0.00012345678901234",
+            "max_tokens=64, eos_token=12",
+        ),
+        *(
+            f"sha256:{DIGITS}{DIGITS[:24]}",
+            f"key {DIGITS[:12]}",
+            f"digest: {DIGITS}",
+            f"/store/objects/{DIGITS}/model.bin",
+        ),
+        *("data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJ", "token_env = 'HF_TOKEN': is not set"),
+        *(
+            "GOOGLE_APPLICATION_CREDENTIALS = '/home/u2/x.json': is no file",
+            'login(token=token, api_key=environ["X1"])',
+        ),
+        *("https://h/?key=${env:KEY}", "api_key = 'env:KEY1': KEY1 is not set", "-----BEGIN CERTIFICATE-----\nMIIE01"),
+    ],
 )
 def test_words_that_begin_like_credentials_are_kept(text):
     assert without_secrets(text) == text
+
+
+def test_log_records_are_clean_before_any_secret_is_known_and_keep_the_arguments_that_formatters_read(monkeypatch):
+    made = []
+    monkeypatch.setattr(logging, "_logRecordFactory", logging.LogRecord)
+    hide_in_logs()
+    factory = logging.getLogRecordFactory()
+    hide_in_logs()
+    assert logging.getLogRecordFactory() is factory
+    log = logging.Logger("uvicorn.access")
+    log.addFilter(made.append)
+    log.info('%s - "%s %s"', "127.0.0.1", "GET", "/x?token=hunter2")
+    log.info("asked with --api-key=%s", "hunter2")
+    assert made[0].args == ("127.0.0.1", "GET", "/x?token=***") and made[0].getMessage().endswith('GET /x?token=***"')
+    assert made[1].getMessage() == "asked with --api-key=***", "it shows in the whole message alone"
+
+
+STARTERS = {
+    "rlhf_core/processes/guard.py",
+    "rlhf_core/processes/warm_parent.py",
+    "pipelines/services/parent_death_guard.py",
+}
+"""Processes that only start others, and log nothing."""
+
+
+def test_all_processes_of_ours_hide_secrets_in_their_logs():
+    root = Path(__file__).parents[3]
+    texts = {path: path.read_text() for folder in ("rlhf_core", "pipelines") for path in (root / folder).rglob("*.py")}
+    named = {
+        str(path.relative_to(root))
+        for path, text in texts.items()
+        if "\nif __name__ " in text and "hide_in_logs()" not in text
+    }
+    assert named == STARTERS
 
 
 def test_long_texts_that_begin_like_credentials_take_no_time():
@@ -226,7 +339,13 @@ def test_an_interruption_and_an_error_without_secrets_stay_as_they_are():
     assert hide_in(error) is error and error.args == ("a", ["b", {"c": 1}]) and error.__cause__ is error
 
 
-@pytest.mark.parametrize("text", ["x" * 200_000, "sk-" * 60_000, "Bearer " * 40_000, "://a:" * 40_000, "hf_" * 60_000])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("x" * 200_000, "sk-" * 60_000, "Bearer " * 40_000, "://a:" * 40_000, "hf_" * 60_000),
+        *("api_key=" * 20_000, "--a-" * 50_000, "a://b:" * 40_000, "Basic+" * 40_000, "token: " * 40_000),
+    ],
+)
 def test_a_long_text_takes_no_longer_than_its_length(text):
     began = time.process_time()
     assert without_secrets(text) == text

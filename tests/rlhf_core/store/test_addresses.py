@@ -3,6 +3,7 @@
 import os
 import random
 import re
+import socket
 import stat
 from collections.abc import Iterator
 
@@ -16,16 +17,20 @@ from rlhf_core.config.agents import NemoGymAgent
 from rlhf_core.config.runtime import VllmServerSamplerConfig
 from rlhf_core.errors import ConfigError, RlhfError
 from rlhf_core.schema.base import HttpAddress
-from rlhf_core.store import bucket_server, opening
+from rlhf_core.store import addresses, bucket_server
 from rlhf_core.store.addresses import open_bucket
-from rlhf_core.store.opening import open_store, place_of, store_root
+from rlhf_core.store.opening import check_writable, open_store, place_of, store_root
 
+ENDPOINTS = {"AWS_ENDPOINT_URL": "s3", "AZURE_STORAGE_ENDPOINT": "az", "GOOGLE_BASE_URL": "gs"}
 COUNTS = [200, pytest.param(10_000, marks=pytest.mark.full)]
 SIGNS = " \t\n\x7f/:@?#%[]{}\\.~*-_$&+='\"\u00e9\u202e\ud800\U0001f4a5aZ09"
 Parts = tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]
 """Usual and odd beginnings, middles and ends of addresses."""
 STORES: Parts = (
-    (("s3://", "s3://", "gs://", "az://"), ("S3://", "s3:/", "http://", "file://", "", "~", "~/", "~nosuchuser", "/", "\\")),
+    (("s3://", "s3://", "gs://", "az://"), (
+        *("S3://", "s3:/", "http://", "file://", "", "~", "~/", "~nosuchuser", "/", "\\"),
+        *("/dev/null", "/dev/null/", "/etc/passwd/", "/proc/self/fd/0", "./"),
+    )),
     (
         ("bucket", "my-bucket", "team.data", "a_b"),
         (
@@ -59,19 +64,19 @@ def no_provider(monkeypatch, tmp_path):
 def no_request(monkeypatch):
     """Buckets are opened; no question is sent to their servers."""
     monkeypatch.setattr(bucket_server, "probe", open_bucket)
+    monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
 
 
 @pytest.fixture
 def no_network(monkeypatch):
     """Requests are made and not sent: a client may also fail on an address when it makes the first one."""
 
-    def through_nothing(uri, *, client_options):
+    def through_nothing(uri, *, client_options, retry_config=None):
         return from_url(
             uri, client_options=client_options | {"proxy_url": "http://127.0.0.1:0"}, retry_config={"max_retries": 0}
         )
 
     monkeypatch.setattr(obstore.store, "from_url", through_nothing)
-    monkeypatch.setattr(opening, "PROBE_PATIENCE_S", 0.0)
     for name in ("AWS_SKIP_SIGNATURE", "GOOGLE_SKIP_SIGNATURE", "AZURE_SKIP_SIGNATURE"):
         monkeypatch.setenv(name, "true")
     monkeypatch.setenv("AWS_VIRTUAL_HOSTED_STYLE_REQUEST", "true")  # the bucket is in the name of the host
@@ -99,20 +104,24 @@ def test_an_odd_store_is_a_folder_a_bucket_or_one_error(no_network, count):
     roots = set()
     for address in odd(STORES, count):
         try:
-            roots.add(store_root(address))
+            root = store_root(address)
+            check_writable(root)
+            roots.add(root)
+            assert not root.exists() or root.is_dir(), repr(address)
         except RlhfError as error:
             assert in_one_line(error), repr(address)
     assert len(roots) > count / 30, "folders"
 
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_an_odd_endpoint_of_a_bucket_is_used_or_one_error(no_network, monkeypatch, count):
+@pytest.mark.parametrize(("variable", "scheme"), ENDPOINTS.items())
+def test_an_odd_endpoint_of_a_bucket_is_used_or_one_error(no_network, monkeypatch, count, variable, scheme):
     asked = 0
     for address in odd(SERVERS, count):
         # No variable can have these two.
-        monkeypatch.setenv("AWS_ENDPOINT_URL", address.replace("\0", "").replace("\ud800", ""))
+        monkeypatch.setenv(variable, address.replace("\0", "").replace("\ud800", ""))
         with pytest.raises(RlhfError) as error:
-            bucket_server.probe("s3://bucket/folder")
+            bucket_server.probe(f"{scheme}://bucket/folder")
         assert in_one_line(error.value), repr(address)
         asked += "did not answer" in str(error.value)
     assert count / 100 < asked < count / 2
@@ -140,12 +149,18 @@ def test_a_server_that_a_profile_may_name_can_be_asked(named, count):
     assert count / 100 < asked < count / 2
 
 
-@pytest.mark.parametrize("name", ["AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL_S3"])
+@pytest.mark.parametrize(
+    ("name", "scheme"),
+    [
+        *(("AWS_REGION", "s3"), ("AWS_DEFAULT_REGION", "s3"), ("AWS_ENDPOINT_URL_S3", "s3")),
+        *(("AZURE_STORAGE_ACCOUNT_NAME", "az"), ("AZURE_ENDPOINT", "az")),
+    ],
+)
 @pytest.mark.parametrize("value", ["[x", "a b", "xn--", "::1"])
-def test_an_odd_variable_of_a_bucket_is_one_error(no_network, monkeypatch, name, value):
+def test_an_odd_variable_of_a_bucket_is_one_error(no_network, monkeypatch, name, scheme, value):
     monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=rf"{name} = '{re.escape(value)}': is no (name of a region|address of a)"):
-        bucket_server.probe("s3://bucket/folder")
+    with pytest.raises(ConfigError, match=rf"{name} = '{re.escape(value)}': is no (name of an? |address of a)"):
+        bucket_server.probe(f"{scheme}://bucket/folder")
 
 
 @pytest.mark.parametrize(
@@ -162,6 +177,40 @@ def test_an_odd_variable_of_a_bucket_is_one_error(no_network, monkeypatch, name,
 def test_a_store_that_cannot_be_is_named_with_a_remedy(address, said):
     with pytest.raises(ConfigError, match=said):
         store_root(address)
+
+
+@pytest.mark.parametrize("place", ["file", "file/x", "fifo", "socket", "dangling", "dangling/x/y", "loop", "/dev/null"])
+def test_a_store_that_is_no_folder_is_refused(tmp_path, monkeypatch, place):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    os.mkfifo("fifo")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    (tmp_path / "loop").symlink_to("loop")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind("socket")
+        with pytest.raises(
+            ConfigError, match=rf"store = '{re.escape(place)}': cannot be a folder \(.+\); name a folder, or s3"
+        ):
+            store_root(place)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "variable"), [("s3", "AWS_ACC"), ("gs", "GOOGLE_APPLICATION_C"), ("az", "AZURE_STORAGE_ACC")]
+)
+def test_a_bucket_without_credentials_is_refused_before_its_client_looks_for_them(
+    monkeypatch, tmp_path, scheme, variable
+):
+    for name in [name for name in os.environ if name.startswith(("AWS_", "GOOGLE_", "AZURE_", "GCE_", "IDENTITY_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with socket.create_server(("127.0.0.1", 0)) as role:
+        monkeypatch.setattr(addresses, "_ROLES", role.getsockname())
+        open_bucket(f"{scheme}://bucket/x")
+    with pytest.raises(
+        ConfigError, match=rf"store = '{scheme}://bucket/x': has no credentials: {variable}\w+ is not set.*; set"
+    ):
+        open_bucket(f"{scheme}://bucket/x")  # nobody listens at that port now
 
 
 def test_a_store_on_a_disk_is_its_folder_and_the_cache_of_a_bucket_is_for_this_user_alone(no_request, tmp_path):
@@ -218,6 +267,7 @@ def test_an_endpoint_that_is_no_address_is_refused_before_the_client_panics(monk
 
 def test_an_empty_variable_of_a_bucket_is_unset_for_the_client_which_would_sign_with_it(monkeypatch):
     monkeypatch.setenv("AWS_REGION", "somewhere")
+    monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
     for name in (empty := {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL"}):
         monkeypatch.setenv(name, "")
     open_bucket("s3://team/x")

@@ -30,7 +30,7 @@ def nodes(tmp_path, monkeypatch):
 
 
 def _served_by(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bucket_server, "open_bucket", lambda uri: client)
+    monkeypatch.setattr(bucket_server, "open_bucket", lambda uri, **_: client)
 
 
 # ---------------------------------------------------------------- the server
