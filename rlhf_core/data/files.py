@@ -40,7 +40,7 @@ from rlhf_core.data.formats import Example, convert_all, examples_of
 from rlhf_core.data.interleaving import interleave
 from rlhf_core.data.limits import Drop, DropReport, Origin
 from rlhf_core.data.mixing import is_evaluation, misfit, mix, shuffled, table_of, trained
-from rlhf_core.data.rows import RowFile, StoredRows
+from rlhf_core.data.rows import RowFile, RowProgress, StoredRows
 from rlhf_core.data.sources import Record, read
 from rlhf_core.data.tables import Demonstration, Feedback, Preference, SteppedAnswer, Tables, content_id, pseudonym
 from rlhf_core.errors import DataError
@@ -55,22 +55,26 @@ _LONGEST_REASON = 500  # characters of a reason, which may quote a long value of
 
 
 def make_tables(
-    config: Files, *, seed: int, report: DropReport, folder: Path | None = None
+    config: Files, *, seed: int, report: DropReport, folder: Path | None = None, progress: RowProgress | None = None
 ) -> tuple[Tables, dict[str, Origin]]:
     """Return the tables and the origin of each row by its ID, and add the rows left out to `report`.
 
-    Rows are in temporary files in `folder`. Raises DataError, naming the first malformed row, if more than
+    Rows are in temporary files in `folder`, and `progress` shows the loops over them. Raises DataError, naming the first malformed row, if more than
     `max_bad_fraction` of a source is malformed.
     """
-    file = RowFile(Example, Origin, Message, folder=folder)
+    file = RowFile(Example, Origin, Message, folder=folder, progress=progress)
+    steps = file.progress
     assigned: Assigned = defaultdict(lambda: defaultdict(lambda: StoredRows(file)))
     row_filter = RowFilter(config.filters)
     for source in config.sources:
         found = read_examples(source, max_bad_fraction=config.max_bad_fraction, report=report, file=file)
+        steps.message = f"cleaning {source.name}"
         examples = row_filter.kept(found, report)
         if config.deduplicate:
             examples = deduplicate(examples, report)
+        steps.message = f"splitting {source.name}"
         _assign(_paired(examples, source, report), source, config, assigned, report)
+    steps.message = "cleaning all sources"
     if config.deduplicate:
         _deduplicate_across(assigned, report)
     if config.decontaminate != "off":
@@ -84,7 +88,9 @@ def make_tables(
         )
         for table in (*TRAINING, *EVALUATION)
     }
-    return _tables(rows, RowFile(Demonstration, Preference, Prompt, SteppedAnswer, Feedback, Message, folder=folder))
+    steps.message = "mixing the sources"
+    kinds = (Demonstration, Preference, Prompt, SteppedAnswer, Feedback, Message)
+    return _tables(rows, RowFile(*kinds, folder=folder, progress=steps))
 
 
 def read_examples(
@@ -101,8 +107,10 @@ def read_examples(
     examples = StoredRows[Example](file or RowFile(Example, Origin, Message))
     malformed: list[Drop] = []
     ties: list[Drop] = []
-    rows = _readable(source, report, malformed, examples.file.folder)
+    examples.file.progress.message = f"reading {source.name}"
+    rows = _readable(source, report, malformed, examples.file)
     format_name = rows.format
+    examples.file.progress.message = f"converting {source.name}"
     # What numbers and labels mean is decided over all rows.
     coding = source.preference_coding
     if format_name == "comparison":
@@ -223,10 +231,10 @@ class _Readable:
         return ((one.origin, row_format(one, self.source, self.format)[1]) for one in self.records)
 
 
-def _readable(source: Source, report: DropReport, malformed: list[Drop], folder: Path | None) -> _Readable:
+def _readable(source: Source, report: DropReport, malformed: list[Drop], file: RowFile) -> _Readable:
     """Return the format and columns of the readable rows, and add the others to `malformed`."""
-    records = StoredRows[Record](RowFile(Record, Origin, folder=folder))
-    for record in read(source):
+    records = StoredRows[Record](RowFile(Record, Origin, folder=file.folder, progress=file.progress))
+    for record in file.progress.walk(read(source)):
         records.append(record)
     format_name = usual_format(records, source)
     good, columns = array("q"), set[str]()

@@ -1,6 +1,5 @@
 """Report dropped rows, and drop those that exceed a limit in tokens or spell control tokens of the policy's tokenizer."""
 
-import time
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -164,28 +163,22 @@ def limit(
     *,
     origins: Mapping[str, Origin],
     report: DropReport,
-    progress: Callable[[str], None],
 ) -> Tables:
     """Return `tables` without the rows that exceed a limit, and add each dropped row to `report`.
 
-    Rows whose content spells a control token of the tokenizer are dropped, because it would forge turns. `progress` gets
-    the number of rows that are done, and their rate.
+    Rows whose content spells a control token of the tokenizer are dropped, because it would forge turns.
     """
     reasons = _Reasons(chat, limits, chat.token_bounds(), control_tokens(chat))
-    named = tables.named()
-    done, total, began = 0, sum(map(len, named.values())), time.monotonic()
     kept: dict[str, Any] = {}
-    for name, rows in named.items():
-        good, before = array("q"), done
+    for name, rows in tables.named().items():
+        good, done = array("q"), 0
         for batch in _batches(rows):
-            for place, (row, reason) in enumerate(zip(batch, reasons(batch), strict=True), start=done - before):
+            for place, (row, reason) in enumerate(zip(batch, reasons(batch), strict=True), start=done):
                 if reason is None:
                     good.append(place)
                 else:
                     report.add(row.source, origins[row.id], reason)
             done += len(batch)
-            rate = done / max(time.monotonic() - began, 1e-6)
-            progress(f"{done:,} of {total:,} rows, {rate:,.0f} a second")
         kept[name] = selected(rows, good)
     return Tables(**kept)
 

@@ -6,6 +6,7 @@ A row of text and its messages are several Python objects, which take a few KiB:
 import os
 import pickle
 import tempfile
+import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
@@ -16,17 +17,53 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 _RECENT = 1 << 20  # bytes of rows that are written together; fewer rows need no file
+SHOW_EVERY_S = 5.0
+
+
+class RowProgress:
+    """The progress of a stage: its steps, and in each loop over rows the number of rows and the rows per second.
+
+    `show(done, total, message)` gets the finished steps, all steps, and the current one.
+    """
+
+    def __init__(
+        self,
+        show: Callable[[int, int, str], None] = lambda *_: None,
+        steps: int = 0,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.message = ""
+        """Name of the current step. A loop over rows may be a more specific one."""
+        self._show, self._steps, self._clock = show, steps, clock
+        self._done = 0
+
+    def begin(self, done: int, message: str) -> None:
+        """Begin a step after `done` others."""
+        self._done, self.message = done, message
+        self._show(done, self._steps, message)
+
+    def walk(self, rows: Iterable[T], total: int = 0) -> Iterator[T]:
+        """Yield the rows. Shows how many the loop has finished, at most once in `SHOW_EVERY_S`."""
+        began = shown = self._clock()
+        for done, row in enumerate(rows):
+            if (now := self._clock()) - shown >= SHOW_EVERY_S:
+                shown, of = now, f" of {total:,}" if total else ""
+                rate = f"{done / (now - began):,.0f} a second"
+                self._show(self._done, self._steps, f"{self.message}: {done:,}{of} rows, {rate}")
+            yield row
 
 
 class RowFile:
     """A temporary file of values, each of which has a number. Dataclasses of `kinds` take the least time.
 
-    It has no name on a disk, so it is gone with the process.
+    It has no name on a disk, so it is gone with the process. `progress` shows loops over its rows.
     """
 
-    def __init__(self, *kinds: type, folder: Path | None = None) -> None:
+    def __init__(self, *kinds: type, folder: Path | None = None, progress: RowProgress | None = None) -> None:
         self._table = {kind: _reducer(kind) for kind in kinds}
         self.folder = folder
+        self.progress = progress or RowProgress()
         self._stream: Any = None
         self._ends = array("q", (0,))
         self._written = 0
@@ -104,7 +141,7 @@ class StoredRows(Sequence[T]):
         return len(self.numbers)
 
     def __iter__(self) -> Iterator[T]:
-        return map(self.file.read, self.numbers)
+        return self.file.progress.walk(map(self.file.read, self.numbers), len(self))
 
     def __getitem__(self, at: Any) -> Any:
         numbers = self.numbers[at]

@@ -1,6 +1,7 @@
 """Read the score in a judge's reply: numbers as people write them, and fields of JSON objects.
 
-A number that can be read in two ways, or on another scale, is no score: the judge is asked again.
+A number is a score only if the text around it is understood: its scale, words that begin an explanation, and counts of
+other things in it. If there is another scale or a second reading, the judge is asked again.
 """
 
 import json
@@ -12,40 +13,74 @@ from typing import Any
 from rlhf_core.config.rewards import JsonVerdict, PatternVerdict
 from rlhf_core.text import fold
 
-_GAP = r"[^\S\n]*[*_`$]*[^\S\n]*"
-_UNIT = r"(?:(?:points?|pts?|marks?|stars?|punkte?n?|puntos?|punti)(?![^\W_])|[分点점])"
-_RANGE = r"(?:\d+\s*(?:-|to)\s*)"
+_UNIT = r"(?:(?:points?|pts?|marks?|stars?|punkte?n?|puntos?|punti)(?![^\W_])|[分点점★⭐])"
+_DIGITS = r"(?:(?<!\d)\d++(?:[.,]\d++)?(?:e[-+]?\d++)?)"
+_RANGE = rf"(?:{_DIGITS}\s*(?:-|to|[–—…,]|\.\.+|and)[\s-]*)"
 _NAMES = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
-_WORDS = {word: number for number, word in enumerate(_NAMES, 1)}
-_TOP = rf"(?:(?P<top>\d+(?:[.,]\d+)?|{'|'.join(_WORDS)})(?!(?!{_UNIT})[^\W_]))"
-_SCALE_WORDS = (
-    r"/|(?:out[\s-]+)?of(?:\s+(?:an?|the|possible|max\w*|total|of)){0,4}|out|von|van|aus|sur|sobre|de|su|из|in|over|auf"
-    rf"|{_UNIT}?[满滿]分|on\s+(?:an?|the)\s+{_RANGE}?"
-    rf"|(?:(?:on|using|with|in)\s+)?(?:(?:an?|the)\s+)?(?:scale|max(?:imum)?\.?|at\s+most)(?:\s+(?:of|from|is))?\s*:?\s*{_RANGE}?"
-)
+_WORDS = {word: number for number, word in enumerate(_NAMES, 1)} | {"twenty": 20, "fifty": 50, "hundred": 100}
+_BEST = r"(?:best|max\w*|highest|top|perfect)"
+_TOP = rf"(?:{_DIGITS}|{'|'.join(_WORDS)})(?![.,]?\d|(?!{_UNIT})[^\W_])"
+_SPACES = re.compile(r"[^\S\n]+")
 _NUMBER = re.compile(r"[-+]?(?:\d+(?:[.,]\d+)?|[.,]\d+)(?:[eE][-+]?\d+)?")
-_CONTINUES = re.compile(
-    rf"[.,·'’]\d|\s*[:=]\s*\d|(?!{_UNIT})[^\W_]|[^\S\n]*‰|[^\S\n]*(?:[+×x=^÷→⇒]|[-=~]+>)\s*\d|[^\S\n]+(?:\*[^\S\n]*)?\d"
-    rf"|{_GAP}(?:(?:-+|—|~|±|\+/-)\s*|(?:to|or|and|plus|minus|bis|oder|à|ou)\s+(?:maybe\s+)?)\d"
-    r"|[^\S\n]*[,;|][^\S\n]*\d+(?:[.,]\d+)?[^\S\n]*(?:$|[\n.,;|)\]]|(?:and|or)\b)",
-    re.IGNORECASE,
-)
-"""What makes a number longer, or one of several: `1,000.5`, `7th`, `7-8`, `7 -> 8`, `7 or 8`, `1 000`, `7, 8`."""
+_MARKUP = re.compile(r"\n?```(?:\w+\n)?|</?[a-z]+\s*/?>|&nbsp;|\\[a-z]*|[*_`$~{}\ufe0f\u20e3]", re.IGNORECASE)
 _SCALE = re.compile(
-    rf"(?:\n(?=[^\S\n]*(?:/|out\b)))?{_GAP}{_UNIT}?{_GAP}(?:[,;:—-]+(?=\D))?{_GAP}[\[(（]?{_GAP}"
-    rf"(?:(?:i\.?\s?e\.?|that\s+is|meaning|which\s+is)[,:]?\s*)?(?:(?P<again>\d+(?:[.,]\d+)?)\s*{_UNIT}?{_GAP})?"
-    rf"(?:(?:{_SCALE_WORDS}){_GAP}{_TOP}|(?P<percent>%|per\s?cent|pct|prozent))",
+    rf"(?:(?<![\w.,])(?P<again>{_DIGITS})\s*{_UNIT}?\s*)?(?:(?:/\s*\(?|(?<![^\W\d_])(?:(?:out[\s-]+)?(?:of|from)"
+    r"|out|over|divided\s+by|on|von|van|aus|sur|sobre|de|su|из|in|auf)"
+    r"\s*:?(?:\s+(?:an?|one|the|possible|max\w*|total|of)(?![^\W_])){0,4}\s+|[满滿]分|up\s+to"
+    rf"|(?:scale|range|between|at\s+most|{_BEST})\.?(?:\s+(?:score|points?|rating|possible|of|from|is)){{0,4}}\s*[:=,]?"
+    rf"|[\[(∈]\s*(?={_RANGE}))\s*{_RANGE}?[\s-]*(?P<top>{_TOP})"
+    r"|(?P<percent>%|(?<![^\W_])(?:per\s?cent(?:age|ile)?|pct|prozent)(?![^\W_])))"
+    rf"(?:[\s-]*(?:{_UNIT}|possible|likert|scale))*"
+    rf"|(?:{_RANGE})?(?P<last>{_TOP})[\s-]*(?:(?:{_UNIT}[\s-]*)?(?:scale|likert|[满満]点|[满滿]分)"
+    rf"|{_UNIT}[\s-]*(?:score|rating)|(?:(?:is|=|:|being|as|means)\s+(?:an?\s+|the\s+)?)?{_BEST})",
     re.IGNORECASE,
 )
-_RANGED = re.compile(
-    rf"{_GAP}(?:[\[(（]\s*(?:where\s+)?|,?\s+(?:where|with)\s+)(?:(?:from|between)\s+)?(?:{_RANGE}{_TOP}\s*[)\]）]|(?:{_RANGE})?{_TOP.replace('top', 'last')}"
-    r"[\s-]*(?:points?\s+scale|scale|(?:is|=|being)\s+(?:the\s+)?(?:best|max\w*|highest|perfect)))",
+"""A scale, named by its highest score, perhaps with the score `again`: `/10`, `(0-10)`, `10 is best`, `(8/10)`, `80%`."""
+_COUNT = re.compile(
+    r"(?<![-+*×=/~±.,\d])(?<![-+*×=/~±]\s)"
+    r"(?:(?:step|line|part|criteri(?:on|a)|paragraph|question|section|item|example|fact|sentence|claim)s?"
+    rf"\s+{_DIGITS}|{_DIGITS}(?:\s*%\s*(?:of\s+)?(?!{_BEST}|{_UNIT}|overall)[^\W\d_]{{3,}}"
+    rf"|\s+{_UNIT}\s+(?:off|lost|deducted|missing)|(?:\s*(?:/|(?:out\s+)?of)\s*(?:the\s+|its\s+|all\s+)?{_DIGITS})?"
+    rf"\s+(?:[^\W\d_]+\s+)?(?!{_UNIT}|(?:\w?[ai]s|this|plus|minus|less)\b)"
+    r"(?:[^\W\d_]{2,}s|criteria|people|error|mistake|typo|flaw|issue|problem)\b))",
     re.IGNORECASE,
 )
+"""A number in an explanation that is no score: `2 errors`, `3 of 4 facts`, `20% of the facts`, `step 2`, `1 point off`."""
+_STATEMENT = re.compile(r"(?<!max)[.!?]++(?=\s|$)|(?<!:)\n", re.IGNORECASE)
+_GOES_ON = re.compile(
+    r"\W*(?:[/%]|(?:out\s+)?of\b(?!\s+(?:the\s+|its\s+|all\s+)?"
+    rf"\d+\s+(?!{_UNIT}|{_BEST}|possible)[^\W\d_])|(?:(?:score|rating)\s+)?(?:on\s+an?"
+    rf"|(?:(?:the|my|i\s+use)\s+)?(?:an?\s+)?scale|range|{_BEST}|per\s?cent\w*"
+    r"|no|actually|rather|or|oops|wait|sorry|hmm|i\s+mean|make\s+that|scratch\s+that|correction"
+    r"|(?:final|total|overall|adjusted|revised)(?:\s+\w+)?\s*[:=])(?![^\W_]))",
+    re.IGNORECASE,
+)
+"""Begins a statement that belongs to the one before it or after it: `Out of 5`, `Scale: 1-5`, `No, 5`."""
+_EXPLAINS = re.compile(
+    rf"\s*{_UNIT}?[\s)\]]*(?:$|//|/\*|-+[\s>]\s*\S"
+    r"|[,;:.!?|()\[\]<>='\"#—–→⇒\u2190-\u2604\u2607-\u2bff\U0001f000-\U0001ffff]"
+    r"|(?:because|since|as|for|due|given|with|which|while|but|although|though|where|when"
+    r"|overall|total|in|on|over|and|this|it|the|reason\w*|explanation|justification|comments?|feedback|rationale"
+    r"|very|good|great|excellent|perfect|fair|poor|bad|correct|right)\b)",
+    re.IGNORECASE,
+)
+"""What may come after a score: nothing, a mark, or a word that begins an explanation."""
+_UNREAD = re.compile(r"\d|\b(?:half|hundred|thousand|million|tenths|hundredths)\b|[½¼¾‰°€£¥]", re.IGNORECASE)
 _OTHER_SCORE = re.compile(r"(?:max(?:imum)?\.?|possible|perfect|full)[\s*_]+(?:possible[\s*_]+)?$", re.IGNORECASE)
-_MAXIMUM = re.compile(
-    r"max\w*|(?:(?:score|rating)_?)?(?:out_?of|max\w*|scale|range)|scale_max|possible\w*", re.IGNORECASE
+_NAMED_SCORE = re.compile(
+    r"(?<![^\W_])(?!(?:the|an?|my|your|its|this|is|give|final|overall|total|revised|updated|corrected|new"
+    r"|so|thus|therefore|hence|and|with|answer|response)[\s*_]+$)[^\W\d_]+[\s*_]*$",
+    re.IGNORECASE,
 )
+"""Before `score`, in its line: the score of something else, such as the style."""
+_MAXIMUM = re.compile(
+    r"(?:(?:score|rating|points?|total|marks?)[\W_]*)*(?:(?:out|of|max(?:imum)?|scale|range|possible|full|upper|bound"
+    r"|top|best|highest|ceiling|denominator|perfect|units?)[\W_]*)+"
+    r"(?:(?:score|rating|points?|total|marks?|value)[\W_]*)*",
+    re.IGNORECASE,
+)
+"""Names of fields for the highest score: `max_score`, `outOf`, `points possible`."""
+_SCORE = re.compile(r"score|rating", re.IGNORECASE)
 _SEPARATOR = re.compile(r"[\n;|]|,\s|\s(?:and|und|et)\s")
 _THOUGHTS, _THOUGHTS_END = (
     re.compile(rf"(?:<{end}(?:seed:)?(?:think(?:ing)?|thoughts?)>|\[{end}THINK\]|◁{end}think▷)", re.IGNORECASE)
@@ -63,7 +98,10 @@ def read_score(text: str, verdict: PatternVerdict | JsonVerdict, *, low: float, 
     >>> read_score("Clear and right. Score: 8/10", PatternVerdict(), low=0, high=10)
     8.0
     """
-    return _checked(_found(text, verdict, high, whole=True), low, high)
+    found, around = _found(text, verdict, high, whole=True)
+    value = _checked(found, low, high)
+    _without_scales(around, high, value)
+    return value
 
 
 def read_scores(
@@ -74,7 +112,9 @@ def read_scores(
     >>> read_scores('The second is wrong. {"scores": [8, 1.5]}', JsonVerdict(field="scores"), count=2, low=0, high=10)
     [8.0, 1.5]
     """
-    found = given = _found(text, verdict, high)
+    found, around = _found(text, verdict, high)
+    _without_scales(around, high)
+    given = found
     if isinstance(found, str):
         listed = fold(found).strip(" \t*_`[](){}.")
         commas = "," if not _SEPARATOR.search(listed) else None
@@ -95,18 +135,7 @@ def find_verdict(text: str, verdict: PatternVerdict | JsonVerdict, *, whole: boo
     >>> find_verdict("<think>Score: 3?</think>Score: 4. No, Score: 5", PatternVerdict())
     '5'
     """
-    if isinstance(verdict, JsonVerdict):
-        return _object_with(text, verdict.field).get(verdict.field)
-    spoken = fold(_spoken(text))
-    found = [
-        one for one in re.finditer(verdict.pattern, spoken) if not _OTHER_SCORE.search(spoken[: one.start()][-30:])
-    ]
-    if not found or found[-1][1] is None:
-        return None
-    start = found[-1].start(1)
-    if whole and re.search(r"\d[.,]?$", spoken[:start]) and spoken[start].isdigit():
-        raise ValueError(f"the pattern matches a part of a number: {spoken[max(0, start - 20) : start + 20]!r}")
-    return spoken[start:] if whole else found[-1][1]
+    return _locate(text, verdict, whole=whole)[0]
 
 
 def read_number(text: str, *, low: float, high: float) -> float:
@@ -115,51 +144,72 @@ def read_number(text: str, *, low: float, high: float) -> float:
     >>> read_number("7,5 points of 10", low=0, high=10)
     7.5
     """
-    text = fold(text).lstrip(" \t*_`")
+    text = _unmarked(text).lstrip()
     shown = text.partition("\n")[0][:40]
     number = _NUMBER.match(text)
     if number is None:
         raise ValueError(f"the judge's score {shown!r} is not a number")
-    rest, value = text[number.end() :], _plain(number[0])
-    if re.fullmatch(r"[-+]?[1-9]\d{0,2},\d{3}", number[0]) or _CONTINUES.match(rest):
+    value = _plain(number[0])
+    first, *later = _STATEMENT.split(text[number.end() :])
+    left = _without_scales(" ; ".join([first, *filter(_GOES_ON.match, later)]), high, value)
+    if re.fullmatch(r"[-+]?[1-9]\d{0,2},\d{3}", number[0]) or not _EXPLAINS.match(left) or _UNREAD.search(left):
         raise ValueError(f"the judge's score {shown!r} can be read in several ways; give one number")
-    if not all(_is_top(top, high) for top in _tops(rest, value, high)):
-        raise ValueError(f"the judge's score {shown!r} is on another scale; scores go from {low:g} to {high:g}")
     return value
 
 
-def _tops(rest: str, value: float, high: float) -> Iterator[str]:
-    """Yield the highest scores that the text after a number names: `/10 (80%)` names 10 and, of a score of 8, 10 again."""
-    while found := _SCALE.match(rest):
-        again, rest = found["again"], rest[found.end() :]
-        if not found["percent"]:
-            if again is None or _plain(again) == value:
-                yield found["top"]
-        elif again is None:
-            yield "100"
-        elif re.match(r"\s*[)\]）]", rest) and not math.isclose(_plain(again) / 100 * high, value):
-            yield "nan"
-    if ranged := _RANGED.match(rest):
-        yield ranged["top"] or ranged["last"]
+def _without_scales(text: str, high: float, value: float = math.nan) -> str:
+    """A text without counts and without namings of the scale up to `high`. Raises ValueError if it names another scale."""
+    for found in _SCALE.finditer(text := _COUNT.sub("", text)):
+        again, top = found["again"], found["top"] or found["last"] or "100"
+        highest = float(_WORDS[top.lower()]) if top.lower() in _WORDS else _plain(top)
+        if highest != high if again is None else not math.isclose(_plain(again) * high, value * highest):
+            raise ValueError(f"the judge's score is on another scale, {found[0].strip()!r}; scores go up to {high:g}")
+    return _SCALE.sub("", text)
 
 
-def _is_top(said: str, high: float) -> bool:
-    return (_WORDS[said.lower()] if said.lower() in _WORDS else _plain(said)) == high
+def _unmarked(text: str) -> str:
+    """A text without marks of Markdown, HTML and LaTeX, and with single spaces, so that the patterns need linear time."""
+    return _SPACES.sub(" ", _MARKUP.sub(" ", fold(text)))
 
 
 def _plain(number: str) -> float:
     return float(number.replace(",", "."))
 
 
-def _found(text: str, verdict: PatternVerdict | JsonVerdict, high: float, *, whole: bool = False) -> Any:
-    found = find_verdict(text, verdict, whole=whole)
+def _locate(text: str, verdict: PatternVerdict | JsonVerdict, *, whole: bool) -> tuple[Any, str, str]:
+    """The verdict, and the texts before it and after it."""
+    if isinstance(verdict, JsonVerdict):
+        spoken = _spoken(text)
+        for found, start, end in reversed([*_objects(spoken)]):
+            if verdict.field in found:
+                return found[verdict.field], spoken[:start], spoken[end:]
+        return None, "", ""
+    spoken = fold(_spoken(text))
+    lines = [(one, spoken[: one.start()].rpartition("\n")[2]) for one in re.finditer(verdict.pattern, spoken)]
+    lines = [(one, before) for one, before in lines if not _OTHER_SCORE.search(before)]
+    named = [one for one, before in lines if _SCORE.match(one[0]) and _NAMED_SCORE.search(before)]
+    found = [one for one, _ in lines if one not in named] or named
+    if not found or found[-1][1] is None or (found == named and len({one[1] for one in named}) > 1):
+        return None, "", ""
+    start, end = found[-1].span(1)
+    if whole and re.search(r"\d[.,]?$", spoken[:start]) and spoken[start].isdigit():
+        raise ValueError(f"the pattern matches a part of a number: {spoken[max(0, start - 20) : start + 20]!r}")
+    return (spoken[start:], spoken[:start], "") if whole else (found[-1][1], spoken[:start], spoken[end:])
+
+
+def _found(text: str, verdict: PatternVerdict | JsonVerdict, high: float, *, whole: bool = False) -> tuple[Any, str]:
+    """The verdict, and what the statements around it say. Raises ValueError if a field names another scale."""
+    found, before, after = _locate(text, verdict, whole=whole)
     if found is None:
         raise ValueError(f"the judge's answer holds no score: {text[-80:]!r}")
-    for name, value in _object_with(text, verdict.field).items() if isinstance(verdict, JsonVerdict) else ():
-        tops = re.findall(r"\d+(?:\.\d+)?", f"{value}") if _MAXIMUM.fullmatch(name) else []
-        if tops and float(tops[-1]) != high:
-            raise ValueError(f"the judge's score is on another scale: {name} is {value!r}, not {high:g}")
-    return found
+    for fields in (one for one, *_ in _objects(_spoken(text))) if isinstance(verdict, JsonVerdict) else ():
+        for name, value in fields.items():
+            tops = re.findall(r"\d+(?:\.\d+)?", f"{value}".replace("percent", "100").replace("%", "100"))
+            if tops and _MAXIMUM.fullmatch(name) and float(tops[-1]) != high:
+                raise ValueError(f"the judge's score is on another scale: {name} is {value!r}, not {high:g}")
+    *earlier, last = _STATEMENT.split(_unmarked(before))
+    first, *later = _STATEMENT.split(_unmarked(after))
+    return found, " ; ".join([*filter(_GOES_ON.match, earlier), last, first, *filter(_GOES_ON.match, later)])
 
 
 def _checked(found: Any, low: float, high: float) -> float:
@@ -176,12 +226,8 @@ def _spoken(text: str) -> str:
     return _THOUGHTS.split(_THOUGHTS_END.split(text)[-1])[0]
 
 
-def _object_with(text: str, field: str) -> dict[str, Any]:
-    return next((one for one in reversed([*_objects(_spoken(text))]) if field in one), {})
-
-
-def _objects(text: str) -> Iterator[dict[str, Any]]:
-    """Yield the outermost JSON objects of a text. Objects inside of lists and of broken objects are not outermost."""
+def _objects(text: str) -> Iterator[tuple[dict[str, Any], int, int]]:
+    """Yield the outermost JSON objects of a text, with their start and end. Those in lists and in broken objects are not."""
     decoder, at = json.JSONDecoder(object_pairs_hook=_unique), 0
     while match := _OPENING.search(text, at):
         start = match.start()
@@ -193,7 +239,7 @@ def _objects(text: str) -> Iterator[dict[str, Any]]:
             at = _closed(text, start) if _FIELD.match(text, start) else start + 1
         else:
             if isinstance(value, dict):
-                yield value
+                yield value, start, at
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

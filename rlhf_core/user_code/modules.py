@@ -47,6 +47,7 @@ from rlhf_core.user_code.watch import MARK, Watch
 _TAKEN: dict[str, tuple[Modules, Place]] = {}
 """Name in `sys.modules`, without dots -> the load that it belongs to, and where the module lies."""
 _LOADING = RLock()
+CLOUDPICKLE = ("cloudpickle", "joblib.externals.cloudpickle")
 _COMPILED: dict[Path, str] = {}
 """Compiled module -> digest of the file that this process has loaded, or is about to."""
 
@@ -115,7 +116,17 @@ class Modules:
     def _import(
         self, name: str, globals: Any = None, locals: Any = None, fromlist: Sequence[str] = (), level: int = 0
     ) -> ModuleType:
-        return __import__(name if level else self.named(name), globals, locals, fromlist, level)
+        found = __import__(name if level else self.named(name), globals, locals, fromlist, level)
+        self._pickle_by_value()
+        return found
+
+    def _pickle_by_value(self) -> None:
+        """Have cloudpickle write functions of this load whole: a worker of joblib has no module of that name to import."""
+        for pickler in filter(None, map(sys.modules.get, CLOUDPICKLE)):
+            register = getattr(pickler, "register_pickle_by_value", None)
+            for name, (owner, _) in list(_TAKEN.items()):
+                if register is not None and owner is self and name in sys.modules:
+                    register(sys.modules[name])
 
     def _top(self, name: str) -> str:
         if name in _TAKEN and _TAKEN[name][0] is self:

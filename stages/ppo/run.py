@@ -530,13 +530,7 @@ def save(state: TrainingState, guard: RunGuard, metrics: Metrics, *, step: int) 
 
 
 def record(
-    config: PPOConfig,
-    metrics: Metrics,
-    took: Metrics,
-    rollouts: Sequence[Rollout],
-    *,
-    step: int,
-    context: StageContext,
+    config: PPOConfig, metrics: Metrics, took: Metrics, rollouts: Sequence[Rollout], *, step: int, context: StageContext
 ) -> None:
     """Log a step's metrics with the seconds that its parts `took`, and every `table_every` steps a table of rollouts."""
     context.metrics(step, metrics | took)

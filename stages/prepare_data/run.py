@@ -17,6 +17,7 @@ from rlhf_core.data.chat_templates import SHIPPED
 from rlhf_core.data.files import make_tables as from_files
 from rlhf_core.data.limits import DropReport, Origin, TokenLimits, limit, parts
 from rlhf_core.data.mixing import trained
+from rlhf_core.data.rows import RowProgress
 from rlhf_core.data.suite_overlap import OVERLAPS, Overlaps, without_prompts
 from rlhf_core.data.tables import (
     Feedback,
@@ -65,17 +66,18 @@ def run(
 
     With `suite_ngram`, training rows that have prompts of `suites` are left out.
     """
-    context.progress(0, 4, "reading rows")
+    steps = RowProgress(context.progress, 4)
+    steps.begin(0, "reading rows")
     with read_as_planned(local_files(config), lambda: content_digests(config), context.files, DataError):
-        tables, facts, origins, report = _rows(config.data, seed=context.seed, folder=context.work)
+        tables, facts, origins, report = _rows(config.data, steps, seed=context.seed, folder=context.work)
         if suites:
             prompts = {name: read_prompts(context.path(ref)) for name, ref in sorted(suites.items())}
             tables, overlaps = without_prompts(tables, prompts, config.suite_ngram, origins, report)
             facts |= write_overlaps(overlaps, context)
-        context.progress(1, 4, "making the base model")
+        steps.begin(1, "making the base model")
         _base_model(config, tables, context.out / "base", seed=context.seed)
     chat = ChatTemplate.load(context.out / "base")
-    context.progress(2, 4, "checking rows against the tokenizer")
+    steps.begin(2, "checking rows against the tokenizer")
     tables = limit(
         tables,
         chat,
@@ -84,20 +86,19 @@ def run(
         ),
         origins=origins,
         report=report,
-        progress=lambda said: context.progress(2, 4, f"checking rows against the tokenizer: {said}"),
     )
     del origins  # as large as the tables that are written below
     for table, line in _without_rows(tables, report, config.data).items():
         if table in HELD_OUT:  # training would go on without the evaluation that the source is for
             raise DataError("prepare_data.data.sources", table, line, "mend the rows, or remove the source")
-    context.progress(3, 4, "writing tables")
+    steps.begin(3, "writing tables")
     children = _write(tables, report, context.out)
     (context.out / "validation.json").write_text(
         json.dumps(report.to_json(), indent=1, ensure_ascii=False), encoding="utf-8"
     )
     (context.out / "preview.md").write_text(preview(tables, chat, rows=config.preview_rows), encoding="utf-8")
     _show(tables, report, config, context)
-    context.progress(4, 4, "done")
+    steps.begin(4, "done")
     made = context.commit(PreparedDataRef, children=children, metrics=facts | _metrics(tables, report, chat))
     _summarize(tables, report, config, context.label, context.path(made))
     return made
@@ -107,15 +108,15 @@ def run(
 
 
 def _rows(
-    data: DataConfig, *, seed: int, folder: Path
+    data: DataConfig, steps: RowProgress, *, seed: int, folder: Path
 ) -> tuple[Tables, dict[str, float], dict[str, Origin], DropReport]:
     """Return the tables, facts about them, where each row (by id) came from, and the report of drops so far.
 
-    Rows of files are in temporary files in `folder`.
+    Rows of files are in temporary files in `folder`, and `steps` shows the loops over them.
     """
     report = DropReport()
     if isinstance(data, Files):
-        tables, origins = from_files(data, seed=seed, report=report, folder=folder)
+        tables, origins = from_files(data, seed=seed, report=report, folder=folder, progress=steps)
         return tables, {}, origins, report
     # The topic of `rlhf_contrib` that the configuration names; the key contains its code.
     tables, facts = import_module(data.module).make_tables(data, seed=seed)

@@ -146,12 +146,23 @@ def test_no_row_left_is_an_error_with_the_reasons(shop, tmp_path):
         prepare(shop, files_config(write_questions(tmp_path / "qa.jsonl"), max_prompt_tokens=4))
 
 
-def test_progress_has_the_rows_a_second_of_the_tokenizer(shop, tmp_path):
+def test_every_step_shows_its_rows_per_second(shop, tmp_path, monkeypatch):
+    monkeypatch.setattr("rlhf_core.data.rows.SHOW_EVERY_S", 0.0)
     said: list[str] = []
     config = files_config(write_questions(tmp_path / "qa.jsonl"))
     shop.run("prepare_data", config, {}, progress=lambda done, total, message: said.append(message))
-    *_, last = (one for one in said if "a second" in one)
-    assert re.fullmatch(r"checking rows against the tokenizer: 41 of 41 rows, [\d,]+ a second", last)
+    shown = [re.fullmatch(r"(.+): \d+( of \d+)? rows, [\d,]+ a second", one) for one in said]
+    assert [*dict.fromkeys(one[1] for one in shown if one)][:9] == [
+        "reading qa",
+        "converting qa",
+        "cleaning qa",
+        "splitting qa",
+        "cleaning all sources",
+        "mixing the sources",
+        "making the base model",
+        "checking rows against the tokenizer",
+        "writing tables",
+    ]
 
 
 @pytest.mark.parametrize(

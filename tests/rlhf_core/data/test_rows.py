@@ -8,7 +8,7 @@ from typing import Any
 from rlhf_core.config.data import Files
 from rlhf_core.data.files import make_tables
 from rlhf_core.data.limits import DropReport, Origin
-from rlhf_core.data.rows import RowFile, StoredRows, changed, selected
+from rlhf_core.data.rows import RowFile, RowProgress, StoredRows, changed, selected
 from rlhf_core.data.tables import Demonstration
 from rlhf_core.types import Message
 
@@ -77,3 +77,17 @@ def test_tables_of_long_rows_take_little_memory(tmp_path):
         tracemalloc.stop()
     assert len(tables.demonstrations) + len(tables.eval_demonstrations) == len(origins) == 1000
     assert held < 4_000_000 and peak < 8_000_000
+
+
+def test_a_loop_over_rows_shows_its_rate_at_most_every_few_seconds(tmp_path):
+    seconds, said = iter(range(0, 100, 2)), list[tuple[int, int, str]]()
+    progress = RowProgress(lambda *one: said.append(one), 4, clock=lambda: float(next(seconds)))
+    progress.begin(1, "cleaning")
+    rows = StoredRows(RowFile(folder=tmp_path, progress=progress), [])
+    for number in range(8):
+        rows.append(number)
+    assert list(rows) == list(range(8))
+    # The clock goes on by 2 s a row: 3 rows begin within 5 s, and 2 rows are finished after 6 s.
+    lines = [(1, 4, f"cleaning: {done} of 8 rows, 0 a second") for done in (2, 5)]
+    assert said == [(1, 4, "cleaning"), *lines]
+    assert list(progress.walk("abcd")) == ["a", "b", "c", "d"] and said[-1] == (1, 4, "cleaning: 2 rows, 0 a second")

@@ -307,11 +307,19 @@ def process(completions, **kw):
     value = queue.get(timeout=60)
     child.join()
     return [value]
+def forkserver(completions, **kw):
+    with mp.get_context("forkserver").Pool(1) as workers:
+        return workers.map(one, map(Text, completions))
+def loky(completions, **kw):
+    from joblib import Parallel, delayed
+    return Parallel(n_jobs=2)(delayed(one)(Text(text)) for text in completions)
 """
 
 
-@pytest.mark.parametrize("name", ["pool", "process"])
+@pytest.mark.parametrize("name", ["pool", "process", "forkserver", "loky"])
 def test_a_function_may_spawn_processes_that_run_its_own_file(tmp_path, name):
+    if name == "loky":
+        pytest.importorskip("joblib")
     (tmp_path / "spawns.py").write_text(SPAWNS)
     (tmp_path / "spawned_helper.py").write_text("def length(text): return float(len(text))\n")
     with IsolatedReward("r", f"{tmp_path / 'spawns.py'}:{name}", timeout_s=90.0) as reward:

@@ -71,6 +71,16 @@ def test_a_pattern_may_hold_the_list_of_scores():
         ("8.\n2 errors", 8.0),
         ("7. 5 errors", 7.0),
         ("**7.5**", 7.5),
+        ("8/1e1", 8.0),
+        ("8 (80/100)", 8.0),
+        ("8 // good", 8.0),
+        ("8 - right", 8.0),
+        ("8 because 3 of 4 steps are right, 100% of the code runs and step 2 has 1 error", 8.0),
+        ("8 (1 point off for style)", 8.0),
+        ("8. I would give 10 with a proof", 8.0),
+        ("8\nOn reflection, 3 parts are long", 8.0),
+        ("8\nMaximum: 10", 8.0),
+        ("8 stars out of 10 stars ⭐", 8.0),
     ],
 )
 def test_a_number_is_read_as_people_write_it(said, score):
@@ -105,6 +115,37 @@ def test_a_number_is_read_as_people_write_it(said, score):
         ("3, with 5 being the highest", "on another scale"),
         ("5 aus 5", "on another scale"),
         ("0.8 (80%)", "on another scale"),
+        ("8 // out of 100", "on another scale"),
+        ("8 <!-- out of 100 -->", "on another scale"),
+        ("8 \\text{out of} 100", "on another scale"),
+        ("8\\%", "on another scale"),
+        ("4/5e0", "on another scale"),
+        ("8 (range: 0 to 100)", "on another scale"),
+        ("8 (100 max)", "on another scale"),
+        ("8 (best: 100)", "on another scale"),
+        ("8 (max. 100)", "on another scale"),
+        ("8 out of a hundred", "on another scale"),
+        ("8 as a percentage", "on another scale"),
+        ("4⭐/5⭐", "on another scale"),
+        ("4️⃣ out of 5", "on another scale"),
+        ("4 good, out of 5", "on another scale"),
+        ("4\nMax score: 5", "on another scale"),
+        ("4. The scale is 1-5", "on another scale"),
+        ("8 (1/0)", "on another scale"),
+        ("7, maybe 8", "in several ways"),
+        ("7 then 8", "in several ways"),
+        ("7..8", "in several ways"),
+        ("7. No, 8", "in several ways"),
+        ("7\nFinal: 6", "in several ways"),
+        ("8, minus 2", "in several ways"),
+        ("8 or more", "in several ways"),
+        ("8 is too high", "in several ways"),
+        ("8_500", "in several ways"),
+        ("8 thousand", "in several ways"),
+        ("8 and a half", "in several ways"),
+        ("8 errors", "in several ways"),
+        ("8€", "in several ways"),
+        ("8/x", "in several ways"),
         ("7, 8", "in several ways"),
         ("7; 8 and 9", "in several ways"),
         ("7 + 1 = 8", "in several ways"),
@@ -140,7 +181,14 @@ def test_a_number_on_another_scale_or_of_two_readings_is_no_score(said, rule):
 def test_the_highest_possible_score_is_not_the_score():
     assert read_score("Score: 8\nMaximum score: 10", PatternVerdict(), low=0, high=10) == 8.0
     assert read_score('{"score": 8, "max_score": 10}', JsonVerdict(), low=0, high=10) == 8.0
-    for field in ('"max_score": 5', '"out_of": 5', '"scale": "1-5"', '"score_max": 5', '"rating_scale": "1-5"'):
+    for field in (
+        '"max_score": 5',
+        '"outOf": 5',
+        '"scale": "1-5"',
+        '"score_max": 5',
+        '"points possible": 5',
+        '"unit": "%"',
+    ):
         with pytest.raises(ValueError, match="on another scale"):
             read_score(f'{{"score": 4, {field}}}', JsonVerdict(), low=0, high=10)
 
@@ -227,3 +275,60 @@ def test_a_score_among_thoughts_is_no_score(tag):
 def test_numbers_of_a_list_are_no_scores(said):
     with pytest.raises(ValueError, match="are numbered"):
         read_scores(f"Scores:\n{said}", PatternVerdict(pattern=r"(?s)Scores:\s*(.*)"), count=2, low=0, high=10)
+
+
+@pytest.mark.parametrize(
+    "other", ["Style score: 3", "Passing score: 5", "(not Score: 3)", "Subscore: 3", "Top score: 10"]
+)
+def test_the_score_of_something_else_is_not_the_score(other):
+    assert read_score(f"Score: 7\n{other}", PatternVerdict(), low=0, high=10) == 7.0
+    assert read_score("Helpfulness score: 7", PatternVerdict(), low=0, high=10) == 7.0
+    with pytest.raises(ValueError, match="holds no score"):
+        read_score("Clarity score: 7\nStyle score: 8", PatternVerdict(), low=0, high=10)
+
+
+@pytest.mark.parametrize("score", ["Score: 4", '{"score": 4}', '```json\n{"score": 4}\n```'])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("", " // out of 5"),
+        ("", " out of 5"),
+        ("", "/5"),
+        ("", "%"),
+        ("", "\n(Scale: 1-5)"),
+        ("", " (1-5)"),
+        ("", ", max 5"),
+        ("", " where 5 is best"),
+        ("Out of 5: ", ""),
+        ("On a scale of 1-5:\n", ""),
+        ("Score out of 5:\n```json\n", "\n```"),
+        ("The scale is 1-5. ", ""),
+    ],
+)
+def test_a_scale_beside_the_score_counts(score, before, after):
+    with pytest.raises(ValueError, match=r"another scale|several ways"):
+        read_score(f"{before}{score}{after}", JsonVerdict() if "{" in score else PatternVerdict(), low=0, high=10)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Clarity 3/5, accuracy 4/5.\n{}",
+        "{}\nOf 5 facts 3 are right.",
+        "2 of 5 claims are wrong. {}, 2 errors",
+        "{}\n\nBreakdown: style 4/5",
+        "On a scale of 0 to 10: {}",
+        "{} (out of 10)",
+    ],
+)
+def test_other_numbers_beside_the_score_are_ignored(text):
+    for score, verdict in (("Score: 8", PatternVerdict()), ('{"score": 8}', JsonVerdict())):
+        assert read_score(text.replace("{}", score), verdict, low=0, high=10) == 8.0
+
+
+@pytest.mark.parametrize(
+    "rest", ["scale" + "-" * 9000, "of a " * 2000, "1" * 9000, "1 " * 4000, "` " * 4000, "(1-" * 3000]
+)
+def test_a_long_reply_is_read_in_linear_time(rest):
+    with pytest.raises(ValueError, match="score"):  # with nested repetitions this takes hours
+        read_number(f"8 {rest} 9", low=0, high=10)
