@@ -75,7 +75,7 @@ def imported_files(config: PipelineConfig, planned: Sequence[PlannedStage]) -> l
 
 def explain_stage(options: argparse.Namespace) -> None:
     """Print the decision for one stage with what it rests on, in 15 lines, and the next command."""
-    _, store, planned = planned_stages(options)
+    _, store, planned = planned_stages(options, here=False)
     check_labels(planned, {"explain": [options.stage]})
     stage = next(stage for stage in planned if stage.label == options.stage)
     record = store.record(stage.decision.key) if stage.decision.key else None
@@ -99,11 +99,14 @@ def explain_stage(options: argparse.Namespace) -> None:
     print_line(console, f"next: {following}")
 
 
-def planned_stages(options: argparse.Namespace) -> tuple[PipelineConfig, ArtifactStore, list[PlannedStage]]:
+def planned_stages(
+    options: argparse.Namespace, *, here: bool = True
+) -> tuple[PipelineConfig, ArtifactStore, list[PlannedStage]]:
+    """The profile, its store and the plan; packages are not missed for stages that would not run `here`."""
     config = load_profile(options.profile, options.overrides)
     wanted = RunOptions(until=options.until, force=tuple(options.force), strict=_strictness(options))
     store = store_of(config, Home.here())
-    return config, store, plan_run(config, lifecycle, wanted, store=store)
+    return config, store, plan_run(config, lifecycle, wanted, store=store, here=here)
 
 
 def _decision(stage: PlannedStage) -> dict[str, Any]:

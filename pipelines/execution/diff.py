@@ -99,7 +99,7 @@ def side_of(name: str, overrides: Sequence[str], store: ArtifactStore, home: Hom
             return Side(name, store, stages, run.params, gone)
     config = load_profile(name, overrides)
     own = store_of(config, home)
-    stages = {stage.label: of_planned(stage, own) for stage in plan(config, own)}
+    stages = {stage.label: of_planned(stage, own) for stage in plan(config, own, here=False)}
     values = flatten(config.model_dump(mode="json", exclude={"notify"}))  # secrets hidden, as MLflow keeps them
     return Side(" ".join([name, *overrides]), own, stages, values)
 

@@ -9,6 +9,7 @@ from pipelines.execution.executor import Listener, RunContext, RunOptions, Stage
 from pipelines.execution.local import LazyRuntime, LocalExecutor
 from pipelines.execution.plan import Pipeline, PlannedStage, plan
 from pipelines.execution.progress_lines import LoggedLines
+from pipelines.execution.reward_arguments import check_rewards
 from pipelines.execution.run import PipelineRun, still_forced
 from pipelines.execution.summary import shown_overrides
 from pipelines.flows.profile import PipelineConfig, load_profile, profile_digest
@@ -41,7 +42,7 @@ def store_of_profile(profile: str) -> ArtifactStore:
 
 
 def plan_run(
-    config: PipelineConfig, pipeline: Pipeline, options: RunOptions, *, store: ArtifactStore
+    config: PipelineConfig, pipeline: Pipeline, options: RunOptions, *, store: ArtifactStore, here: bool = True
 ) -> list[PlannedStage]:
     """Return the plan of a run with these options; a run that goes on after a wait forces no stage twice.
 
@@ -49,7 +50,8 @@ def plan_run(
     """
     check_writable(store.root)
     options = still_forced(options, config, store)
-    return plan(config, store, pipeline=pipeline, until=options.until, force=options.force, strict=options.strict)
+    until, force, strict = options.until, options.force, options.strict
+    return plan(config, store, pipeline=pipeline, until=until, force=force, strict=strict, here=here)
 
 
 @contextmanager
@@ -75,6 +77,9 @@ def open_run(
     options = still_forced(options, config, store, say=True)
     if planned is None:
         planned = plan_run(config, pipeline, options, store=store)
+    if not config.runtime.executor_path:  # else functions are loaded on other machines
+        to_run = [stage.spec for stage in planned if stage.decision.action != "HIT"]
+        check_rewards(to_run, [stage.spec for stage in planned], load=True)
     for stage in planned:
         listener.planned(stage.label, stage.decision)
     # Prefect's log of the run has what a terminal would show.

@@ -10,7 +10,8 @@ from typing import TypeVar
 
 from pipelines.execution.budget import check_comparisons
 from pipelines.execution.gates import Gatekeeper, champion_of, outside_of, prompts_of
-from pipelines.execution.reward_arguments import check_stages
+from pipelines.execution.packages import check_packages
+from pipelines.execution.reward_arguments import check_rewards
 from pipelines.flows.full import lifecycle
 from pipelines.flows.graph import Stages
 from pipelines.flows.nodes import PARTS
@@ -24,7 +25,6 @@ from rlhf_core.stage.versions import other_versions
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.fingerprint import hash_file, sha256_text
 from rlhf_core.store.records import KeyRecord
-from rlhf_core.tracking.further import check_installed
 from rlhf_core.types import ArtifactRef, PreparedDataRef
 from stages.prepare_data import PrepareDataConfig, wanted_tables
 from stages.table import numbers_of
@@ -62,13 +62,14 @@ def plan(
     until: str = "",
     force: Collection[str] = (),
     strict: Strictness = Strictness(),
+    here: bool = True,
 ) -> list[PlannedStage]:
     """Return the decision for every stage in order; a stage whose input does not exist yet is RUN.
 
     A stage behind a gate that does not hold is BLOCKED. Raises ConfigError for labels and metrics that the pipeline does not
-    have, for a budget that the pipeline exceeds, and for a tracker that is not installed.
+    have, for a budget that the pipeline exceeds, and for a reward without an argument; and for a missing package unless the
+    stages would run on other machines than `here`.
     """
-    check_installed(config.track.also)
     gates = Gatekeeper(config.gates, store, config.name)
     planner = Planner(store, config.name, until=until, force=frozenset(force), strict=strict, gates=gates)
     champion = champion_of(config, store)
@@ -89,7 +90,10 @@ def plan(
     check_gates(config, pipeline, {stage.label: stage.spec for stage in planner.stages}, until=until)
     specs = [stage.spec for stage in planner.stages]
     check_comparisons(config.budget, specs)
-    check_stages([stage.spec for stage in planner.stages if stage.decision.action != "HIT"], specs)
+    to_run = [stage.spec for stage in planner.stages if stage.decision.action != "HIT"]
+    if here:
+        check_packages(config, to_run, engines_needed(planner.stages))
+    check_rewards(to_run, specs)
     return planner.stages
 
 

@@ -1,21 +1,19 @@
-"""Refuse at the plan what a stage would refuse later: reward functions without an argument, and missing packages."""
+"""Refuse at the plan what a stage would refuse later: reward functions with an argument that nothing gives."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterator, Sequence
-from importlib.util import find_spec
 from typing import Any
 
-from pydantic import BaseModel
-
+from pipelines.execution.packages import parts_of
 from rlhf_core.config.data import Files
-from rlhf_core.config.models import LoraConfig
 from rlhf_core.config.rewards import FunctionReward
 from rlhf_core.errors import ConfigError
 from rlhf_core.stage.key import StageSpec
 from rlhf_core.types import label_fields
-from rlhf_core.user_code.signatures import parameters_of
+from rlhf_core.user_code.signatures import Parameters, loaded_parameters, parameters_of
+from stages.evaluate_suite import FunctionSuite
 from stages.prepare_data import PrepareDataConfig
 
 FIRST_ROWS = 200
@@ -24,22 +22,27 @@ OTHER_PROMPTS = ("suite_prompts", "synthesize", "mix")
 """Stages that make prompts whose labels are not known before they have run."""
 
 
-def check_stages(specs: Sequence[StageSpec], all_specs: Sequence[StageSpec]) -> None:
-    """Raise ConfigError for a stage that will run and would fail for an argument or a package."""
+def check_rewards(specs: Sequence[StageSpec], all_specs: Sequence[StageSpec], *, load: bool = False) -> None:
+    """Raise ConfigError for a reward function, of a stage that will run, with an argument that nothing gives.
+
+    With `load`, functions whose files alone do not tell are loaded in a process of their own.
+    """
     for spec in specs:
-        for path, part in _parts(spec.config, spec.name):
-            if isinstance(part, LoraConfig) and part.quantize:
-                _check_quantizer(f"{path}.quantize", part.quantize)
-            if isinstance(part, FunctionReward):
-                _check_function(part, path, all_specs)
+        for path, part in parts_of(spec.config, spec.name):
+            if isinstance(part, FunctionReward | FunctionSuite):
+                path = f"evaluate.suites.{part.name}" if isinstance(part, FunctionSuite) else path
+                parameters = parameters_of(part.function, key=f"{path}.function")
+                if load:
+                    parameters = loaded_parameters(part.function) if parameters is None else None
+                if parameters is not None:
+                    _check_function(part, parameters, path, all_specs)
 
 
-def _check_function(term: FunctionReward, path: str, specs: Sequence[StageSpec]) -> None:
+def _check_function(
+    term: FunctionReward | FunctionSuite, parameters: Parameters, path: str, specs: Sequence[StageSpec]
+) -> None:
     from rlhf_core.rewards.protocols import check_arguments  # imports numpy, which other plans do without
 
-    parameters = parameters_of(term.function, key=f"{path}.function")
-    if parameters is None:
-        return
     try:
         check_arguments(parameters, term.arguments, term.protocol, fields=())
     except ConfigError:  # then only the rows can tell, which takes longer
@@ -50,26 +53,6 @@ def _check_function(term: FunctionReward, path: str, specs: Sequence[StageSpec])
             except ConfigError as error:
                 missing = error
         raise ConfigError(f"{path}.{missing}") from None
-
-
-def _check_quantizer(key: str, value: str) -> None:
-    """Raise ConfigError if this machine could run stages and lacks the package."""
-    if find_spec("torch") is not None and find_spec("bitsandbytes") is None:
-        rule = "needs bitsandbytes, which is not installed"
-        raise ConfigError(key, value, rule, "pip install 'rlhf-lifecycle[kernels]', or remove it")
-
-
-def _parts(value: Any, path: str) -> Iterator[tuple[str, BaseModel]]:
-    if isinstance(value, BaseModel):
-        yield path, value
-        for name in type(value).model_fields:
-            yield from _parts(getattr(value, name), f"{path}.{name}")
-    elif isinstance(value, dict):
-        for name, one in value.items():
-            yield from _parts(one, f"{path}.{name}")
-    elif isinstance(value, tuple):
-        for one in value:
-            yield from _parts(one, path)
 
 
 def _fields(specs: Sequence[StageSpec], rows: int | None) -> Collection[str] | None:

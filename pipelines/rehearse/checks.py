@@ -8,7 +8,6 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,66 +29,7 @@ from rlhf_core.models.architecture import length_limit, read_config
 from rlhf_core.types import Message
 from rlhf_core.user_code.dependencies import unseen_by_programs, unseen_reads
 
-# ---------------------------------------------------------------- packages and code
-
-KERNELS = "pip install 'rlhf-lifecycle[kernels]'"
-FLASH = "pip install 'rlhf-lifecycle[flash-attn]'"
-
-
-def missing_packages(config: PipelineConfig, nodes: Iterable[Node]) -> Iterator[str]:
-    """Yield a problem for each option whose package is not installed."""
-    trainer, sampler = config.runtime.trainer, config.runtime.sampler
-    wanted: list[tuple[str, object, object, str, str]] = [
-        (
-            "runtime.trainer.attention",
-            trainer.attention,
-            "flash_attention_2",
-            "flash_attn",
-            FLASH,
-        ),
-        (
-            "runtime.trainer.liger",
-            trainer.liger,
-            True,
-            "liger_kernel",
-            KERNELS,
-        ),
-        (
-            "runtime.trainer.engine",
-            trainer.engine,
-            "deepspeed",
-            "deepspeed",
-            "pip install 'rlhf-lifecycle[cpu]'",
-        ),
-        (
-            "runtime.sampler.type",
-            sampler.type,
-            "vllm",
-            "vllm",
-            "pip install 'rlhf-lifecycle[cpu]'",
-        ),
-    ]
-    for node in nodes:
-        for name, owner in (("lora", node.config), ("value.lora", getattr(node.config, "value", None))):
-            lora = getattr(owner, "lora", None)
-            quantize = getattr(lora, "quantize", "")
-            wanted.append(
-                (
-                    f"{node.path}.{name}.quantize",
-                    quantize,
-                    "nf4",
-                    "bitsandbytes",
-                    KERNELS,
-                )
-            )
-    for key, value, needing, package, remedy in wanted:
-        if value == needing and find_spec(package) is None:
-            yield explain(
-                key,
-                value,
-                f"needs the package {package}, which is not installed",
-                remedy,
-            )
+# ---------------------------------------------------------------- code
 
 
 def unseen_code(nodes: Iterable[Node]) -> Iterator[str]:

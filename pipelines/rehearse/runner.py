@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from pipelines.execution.budget import check_comparisons
 from pipelines.execution.gates import known_numbers
 from pipelines.execution.local import LazyRuntime
+from pipelines.execution.packages import missing_packages
 from pipelines.execution.plan import (
     PENDING,
     all_specs,
@@ -45,7 +46,6 @@ from rlhf_core.stage.key import StageSpec
 from rlhf_core.stage.run import execute
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.layout import read_json
-from rlhf_core.tracking.further import check_installed
 from rlhf_core.tracking.memory import MemoryTracker
 from rlhf_core.types import (
     ArtifactRef,
@@ -74,7 +74,9 @@ def rehearse(
     """
     found = Rehearsal()
     nodes = check_plan(config, found)
-    found.add(problems.PACKAGES, *checks.missing_packages(config, nodes))
+    runtime = config.runtime
+    parts = [("runtime.trainer", runtime.trainer), ("runtime.sampler", runtime.sampler), ("track", config.track)]
+    found.add(problems.PACKAGES, *missing_packages([*parts, *((node.path, node.config) for node in nodes)]))
     if not nodes:
         return found
     found.add(problems.UNSEEN, *checks.unseen_code(nodes))
@@ -130,7 +132,6 @@ def check_plan(config: PipelineConfig, found: Rehearsal) -> list[Node]:
             ),
             problems.GATES,
         ),
-        (lambda: check_installed(config.track.also), problems.PACKAGES),
         (lambda: check_comparisons(config.budget, list(specs.values())), problems.STAGE),
     ):
         try:

@@ -15,11 +15,13 @@ import sqlalchemy as sa
 from prefect.server.api.server import create_app
 from prefect.server.database.dependencies import provide_database_interface
 from prefect.server.schemas.sorting import DeploymentSort
+from prefect.settings import get_current_settings
 from starlette.responses import HTMLResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from pipelines.services.flow_runs import OWN_TAG, PIPELINE_TAG
 from pipelines.services.home import SERVER_AUTH, SIGN_IN, basic
+from pipelines.services.running import database_problem
 from rlhf_core.http.door import Door
 from rlhf_core.http.serving import serve_at
 from rlhf_core.secrets.redaction import hide_in_logs
@@ -85,7 +87,9 @@ def _shown_failure(send: Send) -> Send:
 
     async def shown(message: Message) -> None:
         if message["type"] == "lifespan.startup.failed":
-            sys.stderr.write(message.get("message", ""))
+            failure = message.get("message", "")
+            database = get_current_settings().server.database.connection_url
+            sys.stderr.write(failure + database_problem(failure, database.get_secret_value() if database else ""))
         await send(message)
 
     return shown

@@ -26,8 +26,11 @@ from rlhf_core.tracking.mlflow_client import TRAINING, from_tags
 # ---------------------------------------------------------------- Check whether servers answer, and whether they are ours, and wait until they do
 
 ANSWER_TIMEOUT_S = 5.0  # of one health check
+LONGEST_REASON = 800  # characters of an error: a path may have 470
 
 _ERROR = re.compile(r"[A-Za-z_][\w.]*(Error|Exception)\w*: ")  # the last line of a traceback
+_NEWER = re.compile(r"Can't locate revision identified by ('\w+')")  # alembic, for a revision of a later release
+_DAMAGED = re.compile(r"file is not a database|disk image is malformed")  # SQLite
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """Opener without proxies: our services are on this machine, which a network proxy cannot reach."""
 
@@ -90,17 +93,37 @@ def await_health(url: str, key: str, process: subprocess.Popen[bytes], timeout_s
     deadline = time.monotonic() + timeout_s
     while not proven(url, key):
         if process.poll() is not None:
-            raise ServiceError(f"{url}: its process ended with status {process.returncode}{_reason(log)}; read {log}")
+            raise ServiceError(f"{url}: its process ended with status {process.returncode}{reason_in(log)}; read {log}")
         if time.monotonic() > deadline:
-            raise ServiceError(f"{url}: no answer after {timeout_s:.0f} s{_reason(log)}; read {log}")
+            raise ServiceError(f"{url}: no answer after {timeout_s:.0f} s{reason_in(log)}; read {log}")
         time.sleep(0.1)
 
 
-def _reason(log: Path) -> str:
-    """The last error in a log, such as a damaged database, in parentheses; empty if the log has none."""
-    text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
+def database_problem(failure: str, url: str) -> str:
+    """A last line for a traceback of Prefect's start, with the database and a remedy; "" if it is not the problem.
+
+    >>> print(database_problem("CommandError: Can't locate revision identified by 'f0'", "postgresql+asyncpg://me:word@host/db"))
+    <BLANKLINE>
+    DatabaseError: postgresql+asyncpg://***@host/db: a newer version of Prefect has changed it (no revision 'f0' here); upgrade Prefect here
+    <BLANKLINE>
+    """
+    file = url.partition(":///")[2] if url.startswith("sqlite") else ""
+    away = f"move {Path(file).name}* away: the next start makes an empty one, and results stay in the store"
+    if newer := _NEWER.search(failure):
+        rule = f"a newer version of Prefect has changed it (no revision {newer[1]} here)"
+        remedy = f"upgrade Prefect here{f', or {away}' if file else ''}"
+    elif damage := _DAMAGED.search(failure):
+        rule, remedy = f"it is damaged ({damage[0]})", f"restore a copy, or {away}"
+    else:
+        return ""
+    return f"\nDatabaseError: {file or shown(url) or 'the database of Prefect'}: {rule}; {remedy}\n"
+
+
+def reason_in(log: Path, *, after: int = 0) -> str:
+    """The last error in a log after so many bytes, such as a damaged database, in parentheses; empty if it has none."""
+    text = log.read_bytes()[after:].decode(errors="replace") if log.is_file() else ""
     errors = [line for line in text.splitlines() if _ERROR.match(line)]
-    return f" ({without_secrets(errors[-1])[:300]})" if errors else ""
+    return f" ({without_secrets(errors[-1])[:LONGEST_REASON]})" if errors else ""
 
 
 # ---------------------------------------------------------------- running

@@ -41,6 +41,7 @@ from pipelines.services.running import (
     bound_port,
     port_of,
     proven,
+    reason_in,
     running,
     wait_for,
 )
@@ -209,6 +210,9 @@ def up(home: Home, *, foreground: bool) -> Services:
     environment = os.environ | quiet_environment(home) | mlflow_environment()
     if foreground:
         os.execve(sys.executable, command, environment)
+    logs = {
+        log: log.stat().st_size if log.is_file() else 0 for log in (home.logs / "prefect.log", home.logs / "mlflow.log")
+    }
     if services is None:
         with (home.logs / "supervisor.log").open("ab") as log:
             subprocess.Popen(
@@ -222,7 +226,8 @@ def up(home: Home, *, foreground: bool) -> Services:
         raise
     services = running(home)
     if services is None:
-        raise ServiceError(f"rlhf up: a service ended while it started; read the logs in {home.logs}")
+        reason = next((found for log, size in logs.items() if (found := reason_in(log, after=size))), "")
+        raise ServiceError(f"rlhf up: a service ended while it started{reason}; read the logs in {home.logs}")
     if not settled:
         late = [name for name, url in services.health.items() if not proven(url, home.prefect_auth_string)]
         late += [] if services.ready else ["the deployments"]

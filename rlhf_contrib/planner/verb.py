@@ -24,7 +24,7 @@ NOTHING_RUN = "from formulas and data sheets: nothing of this was measured on a 
 
 def estimate(options: argparse.Namespace) -> None:
     """Print the estimate of each stage that will run. Raises ConfigError for the stage that fits least."""
-    config, store, planned = planned_stages(options)
+    config, store, planned = planned_stages(options, here=False)
     runtime, on = config.runtime, hardware_of(options.on, config.runtime, host_gib=options.host_gib)
     prompt_tokens = config.prepare_data.max_prompt_tokens
     found = estimates(planned, store, runtime, on, prompt_tokens)

@@ -24,7 +24,17 @@ from rlhf_core.data.comparisons import (
     refuse_sides,
     responses,
 )
-from rlhf_core.data.turns import TRUTHS, WORTHS, Turns, begins_conversation, spelling, string, turns_of, unread_keys
+from rlhf_core.data.turns import (
+    TRUTHS,
+    WORTHS,
+    Turns,
+    begins_conversation,
+    spelling,
+    string,
+    turns_of,
+    unread_keys,
+    worth,
+)
 from rlhf_core.errors import DataError
 from rlhf_core.types import Message
 
@@ -291,6 +301,9 @@ LabelReading = Literal["verdict", "answer"]
 JUDGED_FORMATS = ("messages", "text", "alpaca", "prompt_completion", "question_answer", "unpaired_preference")
 """Formats of one answer, on which a label may be a verdict."""
 
+_YES_NO = ("yes", "no", "true", "false")
+_FAULTS = ("toxic", "toxicity", "harm", "hallucination", "hallucinated", "spam", "error")
+"""Further words in the name of a column that holds whether an answer is bad."""
 _NUMBERS = ("0", "0.0", "1", "1.0", "-1", "-1.0")
 _WRITTEN_AS_FLOAT = re.compile(r"-?\d+\.0")
 _NO_NUMBER = ("nan", "<na>", "null", "none")
@@ -324,8 +337,22 @@ def is_gap(value: Any) -> bool:
 def label_reading(source: Source, format_name: str, rows: Iterable[Row]) -> LabelReading:
     """Return how to read the labels of `source`, whose rows are in the format `format_name`.
 
-    Raises DataError if they can be read in two ways.
+    Raises DataError if they can be read in two ways, and for verdicts that say whether an answer is bad.
     """
+    reading = _label_reading(source, format_name, rows)
+    words = re.split(r"[\W_]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", source.columns.label).lower())
+    if reading == "verdict" and any(
+        word in _FAULTS or (worth(word) is False and word not in _YES_NO) for word in words
+    ):
+        said = {spelling(label) for row in rows if (label := verdict_of(row)) is not None}
+        if said <= {*_YES_NO, *_NUMBERS}:
+            rule = f"the name says what is bad, and {', '.join(sorted(said))} whether it is: they would be read as the reverse"
+            remedy = "write 'desirable' or 'undesirable' into each row"
+            raise DataError(f"data.sources[{source.name}].columns.label", source.columns.label, rule, remedy)
+    return reading
+
+
+def _label_reading(source: Source, format_name: str, rows: Iterable[Row]) -> LabelReading:
     if format_name not in JUDGED_FORMATS or source.format == "prompt_completion":
         return "answer"
     if source.format == "unpaired_preference":

@@ -1,6 +1,7 @@
 """Describe the rows of data files, and what `prepare_data` makes of them, without a tokenizer (`rlhf data`)."""
 
 import difflib
+import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -130,7 +131,7 @@ def _tables(examples: StoredRows[Example], *, min_margin: float) -> tuple[dict[s
 
 
 def shown(example: Example) -> str:
-    """Return a row as text: a line for each turn, its role first, with the trained parts inside 【 】.
+    """Return a row as text: a line for each turn, its role first, and for each tool call, with the trained parts inside 【 】.
 
     >>> from rlhf_core.types import Message
     >>> print(shown(Example((Message("user", "2+2?"),), chosen=(Message("assistant", "4"),))))
@@ -148,8 +149,14 @@ def shown(example: Example) -> str:
 
 def _turns(turns: Turns, *, trained: bool) -> Iterator[str]:
     for message in turns:
-        text = _cut(message.content)
-        yield f"{message.role}: {f'【{text}】' if trained and message.role == 'assistant' else text}"
+        fields = json.loads(message.tool_fields) if message.tool_fields else {}
+        if "tools" in fields:
+            yield f"tools: {', '.join(str(tool['function']['name']) for tool in fields['tools'])}"
+        called = [one["function"] for one in fields.get("tool_calls", ())]
+        calls = [f"{one['name']}({json.dumps(one['arguments'], ensure_ascii=False)})" for one in called]
+        text = "\n".join(map(_cut, [message.content] * bool(message.content or not calls) + calls))
+        role = f"{message.role} {fields['name']}" if "name" in fields else message.role
+        yield f"{role}: {f'【{text}】' if trained and message.role == 'assistant' else text}"
 
 
 def _cut(text: str) -> str:

@@ -21,7 +21,7 @@ from rlhf_core.config.data import Columns, Source
 from rlhf_core.data.comparisons import RESPONSES
 from rlhf_core.data.file_types import PACKED, at_path, file_type, refuse_other_type, source_files
 from rlhf_core.data.limits import Origin
-from rlhf_core.data.turns import WORTHS, RepeatedKey, from_json, looks_like_turns, spelling
+from rlhf_core.data.turns import RepeatedKey, from_json, looks_like_turns, worth
 from rlhf_core.errors import DataError, explain
 
 csv.field_size_limit(1 << 30)  # a cell may hold a long conversation; the default is 128 KiB
@@ -315,7 +315,7 @@ def _with_names(rows: Iterable[Any], features: Mapping[str, Any], source: Source
     label = source.columns.label or "label"
     names = classes.get(label, {}).get("names", []) if isinstance(classes.get(label), Mapping) else []
     judged = source.label_coding == "verdict" or source.format == "unpaired_preference"
-    if judged and not {*map(spelling, names)} <= WORTHS.keys():
+    if judged and None in map(worth, names):
         key, rule = f"data.sources[{source.name}].columns.label", f"its classes {names} do not say which one is good"
         each = ", ".join(f"<{one}>" for one in names)
         line = f'dataset = dataset.cast_column("{label}", ClassLabel(names=[{each}]))'

@@ -45,6 +45,13 @@ WORTHS = TRUTHS | {
     **dict.fromkeys(("fail", "failed"), False),
 }
 """Words that are a verdict where the column is known to hold verdicts; else they may be the expected answer."""
+_VERDICTS = WORTHS | {
+    **dict.fromkeys(("up", "thumbsup", "thumb_up", "upvote", "upvoted", "accept", "approve", "approved"), True),
+    **dict.fromkeys(("better", "win", "winner", "acceptable"), True),
+    **dict.fromkeys(("down", "thumbsdown", "thumb_down", "downvote", "downvoted", "reject", "disapprove"), False),
+    **dict.fromkeys(("worse", "lose", "loser", "unacceptable", "disapproved", "not_preferred", "not_chosen"), False),
+}
+"""All words of verdicts; the further ones are common answers, too, such as directions."""
 _MINUS_ONE = ("-1", "-1.0")
 GROUND_TRUTH = "reward_model.ground_truth"
 _LONGEST_INTEGER = 4300  # most digits of an integer that Python parses by default
@@ -163,16 +170,27 @@ def thumbs_up(value: Any) -> bool:
 
 def truth(value: Any) -> bool:
     """Return a verdict as a boolean. Accepts booleans, 0 or -1 and 1, their spellings in CSV, and words: `desirable`."""
-    said = spelling(value)
-    if said not in WORTHS and said not in _MINUS_ONE:
+    good = False if spelling(value) in _MINUS_ONE else worth(value)
+    if good is None:
         raise DataError(f"not true or false: label is {value!r}")
-    return said in WORTHS and WORTHS[said]
+    return good
+
+
+def worth(value: Any) -> bool | None:
+    """True for a word that says good, False for one that says bad, None for all others.
+
+    >>> worth("Thumbs-Down"), worth("up"), worth("LABEL_0")
+    (False, True, None)
+    """
+    said = re.sub(r"(?<=\w)[\s-]+(?=\w)", "_", spelling(value))
+    return _VERDICTS[said] if said in _VERDICTS else None
 
 
 def probability(value: Any) -> float:
     """Return a label as a probability: 1.0 or 0.0 for good or bad, and a soft label unchanged."""
-    if spelling(value) in WORTHS:
-        return float(truth(value))
+    good = worth(value)
+    if good is not None:
+        return float(good)
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError) as error:

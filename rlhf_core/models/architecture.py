@@ -58,6 +58,27 @@ def length_limit(config: Any) -> int | None:
     return min(limits) if limits else None
 
 
+def stated_positions(config: Any) -> int | None:
+    """Number of positions that a model with rotary positions was made for, or None if it states none.
+
+    It is `max_position_embeddings`, unless that is still the number before a scaling by a factor:
+    - `yarn` makes `original_max_position_embeddings` times the factor, also where only the scaling was added (Qwen).
+    - `linear` leaves the number as it was, but for families with parameters by type of layer (Gemma 3).
+    - `llama3` states the number after the scaling, which is not the product (Llama 3.1: 131,072 of 8,192 times 8).
+    """
+    text = config.get_text_config()
+    stated: int | None = getattr(text, "max_position_embeddings", None)
+    if stated is None:
+        return None
+    found = [stated]
+    for rope in _ropes(text):
+        before = rope.get("original_max_position_embeddings") or stated
+        scales = {"yarn": True, "linear": rope is text.rope_parameters, "llama3": before >= stated}
+        if scales.get(rope["rope_type"], False):
+            found.append(int(before * (rope.get("factor") or 1.0)))
+    return max(found)
+
+
 def padding_id(config: Any) -> int | None:
     """Return the padding token of a transformers configuration, or None. Some architectures have no such entry."""
     return getattr(config.get_text_config(), "pad_token_id", None)

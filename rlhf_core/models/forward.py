@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from rlhf_core.errors import ConfigError
-from rlhf_core.models.architecture import length_limit, padding_id, too_long, unknown_token
+from rlhf_core.models.architecture import length_limit, padding_id, stated_positions, too_long, unknown_token
 from rlhf_core.models.batches import TokenBatch, check_packing, keeps_apart, prefix_width, shared_rows, to_device
 from rlhf_core.models.packages import VALUE_HEAD_FILE
 from rlhf_core.models.piece_sizes import LOGPROB_ELEMENTS
@@ -541,7 +541,7 @@ def model_rules(model: nn.Module) -> ModelRules:
             keeps_apart=keeps_apart(of),
             prefix_width=prefix_width(of),
             longest=length_limit(of),
-            stated=getattr(of.get_text_config(), "max_position_embeddings", None),
+            stated=stated_positions(of),
             vocabulary=of.get_text_config().vocab_size,
             takes_positions=_takes_positions(backbone),
             is_flash=of._attn_implementation.startswith("flash"),

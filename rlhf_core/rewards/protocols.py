@@ -202,6 +202,10 @@ def check_arguments(
     else:
         known = {*columns_of([]), *_TRL, *_GIVEN[chosen], *arguments}
         missing = [name for name in required if fields is not None and name not in {*known, *fields}]
+    unnamed = [name for name, one in parameters.items() if one.kind is one.POSITIONAL_ONLY and one.default is one.empty]
+    if unnamed[given or 0 :]:
+        rule = f"arguments are passed by name, which its parameter {unnamed[-1]!r} does not take"
+        raise ConfigError("function", f"({', '.join(parameters)})", rule, "remove the / after it")
     if missing:
         rule = f"nothing gives its parameter {missing[0]!r}"
         remedy = f"set arguments.{missing[0]}, give the parameter a default, or make it a field of the labels"

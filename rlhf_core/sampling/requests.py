@@ -119,7 +119,7 @@ class PolicyFolder:
         `max_model_len`, or if the engine would compute rotary positions differently from the trainer.
         """
         # These import torch and transformers, before which a sampler may have to set variables.
-        from rlhf_core.models.architecture import check_longest
+        from rlhf_core.models.architecture import check_longest, read_config, stated_positions
         from rlhf_core.pretrained import load_tokenizer
 
         config = _read_config(policy)
@@ -128,6 +128,9 @@ class PolicyFolder:
         if positions is not None and max_model_len > positions:
             rule = f"the policy has {positions} positions"
             remedy = f"set it to {positions} or less"
+            stated = stated_positions(read_config(policy)) or 0
+            if stated > positions:  # vLLM takes no more than the configuration states
+                remedy += f", or max_position_embeddings in its config.json to {stated}, for which its scaling was made"
             raise ConfigError("runtime.sampler.max_model_len", max_model_len, rule, remedy)
         check_longest("runtime.sampler.max_model_len", max_model_len, policy)
         tokenizer = load_tokenizer(policy)

@@ -4,7 +4,6 @@ MLflow stays the record, so a further tracker that fails is a warning, and no er
 `wandb sync` uploads the offline runs when a user wants to.
 """
 
-import importlib.util
 import logging
 import os
 import time
@@ -13,8 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
-
-from rlhf_core.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -106,14 +103,6 @@ class WandbWriter:
 
 WRITERS: Mapping[str, Callable[[StageRun], MetricWriter]] = {"tensorboard": TensorBoardWriter, "wandb": WandbWriter}
 """Name in `track.also`, which is the name of the package too -> writer."""
-
-
-def check_installed(names: Sequence[str]) -> None:
-    """Raise ConfigError for a tracker whose package is missing."""
-    for name in names:
-        if importlib.util.find_spec(name) is None:
-            rule, remedy = f"needs the package {name}", "install it: pip install 'rlhf-lifecycle[trackers]'"
-            raise ConfigError("track.also", name, rule, remedy)
 
 
 class FurtherTrackers:

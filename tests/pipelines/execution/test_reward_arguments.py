@@ -1,15 +1,19 @@
 """What a stage would refuse after hours is refused at the plan."""
 
-import importlib.util
 import json
 
 import pytest
 
+from pipelines.execution.executor import RunOptions
+from pipelines.execution.opening import open_run
 from pipelines.execution.plan import PlannedStage, plan
-from pipelines.execution.reward_arguments import FIRST_ROWS
-from pipelines.flows.profile import load_profile
+from pipelines.execution.reward_arguments import FIRST_ROWS, check_rewards
+from pipelines.flows.full import lifecycle
+from pipelines.flows.profile import PipelineConfig, load_profile
 from rlhf_core.errors import ConfigError
 from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.tracking.memory import MemoryTracker
+from tests.support.listener import Notes
 
 FUNCTIONS = """
 import functools
@@ -22,14 +26,34 @@ def of_generations(generations, scale): return [1.0] * len(generations)
 def of_openrlhf(queries, prompts, labels, scale): return [1.0] * len(queries)
 def fits_nothing(text, other): return 1.0
 partial = functools.partial(needs_difficulty, difficulty=1)
+short = lambda completions, difficulty: [1.0]
+bound = functools.partial(lambda scale, completions, difficulty: [1.0], 2.0)
+def logged(function):
+    @functools.wraps(function)
+    def inner(*args, **kwargs): return function(*args, **kwargs)
+    return inner
+@logged
+def behind(completions, difficulty): return [1.0]
+class Scale:
+    def __call__(self, completions, difficulty): return [1.0]
+scale = Scale()
+class Made:
+    def __init__(self, completions, difficulty): pass
+hidden = [needs_difficulty][0]
+hidden_well = [takes_all][0]
+def unnamed(completions, /, prompts): return [1.0]
+def of_generations_alone(generations, /): return [1.0]
 """
 
 
-def planned(tmp_path, function: str, *overrides: str) -> list[PlannedStage]:
+def profile(tmp_path, function: str, *overrides: str) -> PipelineConfig:
     (tmp_path / "rewards.py").write_text(FUNCTIONS)
     term = f'{{type = "function", function = "{tmp_path}/rewards.py:{function}"}}'
-    config = load_profile("tiny/rlvr", [f"ppo.rewards.terms = {{right = {term}}}", *overrides])
-    return plan(config, ArtifactStore(tmp_path / "store"))
+    return load_profile("tiny/rlvr", [f"ppo.rewards.terms = {{right = {term}}}", *overrides])
+
+
+def planned(tmp_path, function: str, *overrides: str) -> list[PlannedStage]:
+    return plan(profile(tmp_path, function, *overrides), ArtifactStore(tmp_path / "store"))
 
 
 @pytest.mark.parametrize("function", ["takes_all", "has_a_default", "of_trl", "with_solution", "partial"])
@@ -81,8 +105,42 @@ def test_a_field_of_the_labels_is_an_argument(tmp_path, kind):
         planned(tmp_path, "needs_difficulty", data)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is not None, reason="the package is installed")
-def test_a_package_that_quantized_adapters_need_is_missed_at_the_plan(tmp_path):
-    config = load_profile("tiny/rlvr", ['sft.lora = {quantize = "nf4"}', 'runtime.type = "local"'])
-    with pytest.raises(ConfigError, match=r"^sft\.lora\.quantize = 'nf4': needs bitsandbytes.*; pip install"):
-        plan(config, ArtifactStore(tmp_path))
+@pytest.mark.parametrize("function", ["short", "bound", "behind", "scale", "Made"])
+def test_other_callables_are_refused_like_functions(tmp_path, function):
+    rule = r"^ppo\.rewards\.terms\.right\.function = .*: nothing gives its parameter 'difficulty'; set arguments\.difficulty"
+    with pytest.raises(ConfigError, match=rule):
+        planned(tmp_path, function)
+    planned(tmp_path, function, "ppo.rewards.terms.right.arguments = {difficulty = 2}")
+
+
+def test_the_function_of_a_suite_is_refused_too(tmp_path):
+    suite = f'{{name = "own", type = "custom", function = "{tmp_path}/rewards.py:needs_difficulty"}}'
+    with pytest.raises(
+        ConfigError, match=r"^evaluate\.suites\.own\.function = .*: nothing gives its parameter 'difficulty'"
+    ):
+        planned(tmp_path, "takes_all", f"evaluate.suites = [{suite}]")
+
+
+def test_a_parameter_that_takes_no_name_is_refused_where_names_are_passed(tmp_path):
+    planned(tmp_path, "of_generations_alone")
+    with pytest.raises(
+        ConfigError, match=r"by name, which its parameter 'completions' does not take; remove the / after it"
+    ):
+        planned(tmp_path, "unnamed")
+
+
+def test_what_only_loading_tells_is_refused_at_the_start_of_the_run_in_the_same_words(tmp_path, home):
+    def start(function: str) -> None:
+        stages = planned(tmp_path, function)  # says nothing
+        config = profile(tmp_path, function)
+        tracker, notes = MemoryTracker(), Notes()
+        with open_run(config, lifecycle, RunOptions(), home=home, tracker=tracker, listener=notes, planned=stages):
+            pass
+
+    with pytest.raises(ConfigError) as at_the_plan:
+        planned(tmp_path, "needs_difficulty")
+    with pytest.raises(ConfigError) as at_the_start:
+        start("hidden")
+    assert str(at_the_start.value) == str(at_the_plan.value)
+    specs = [stage.spec for stage in planned(tmp_path, "hidden_well")]
+    check_rewards(specs, specs, load=True)

@@ -152,7 +152,7 @@ def test_experts_that_are_not_recorded_or_not_replayed_are_refused_in_the_plan(t
 
 
 def test_4_bit_weights_that_zero_3_cannot_partition_are_refused_in_the_plan(tmp_path, monkeypatch):
-    monkeypatch.setattr("pipelines.execution.reward_arguments.find_spec", lambda name: name)  # as if all were installed
+    monkeypatch.setattr("pipelines.execution.packages.find_spec", lambda name: name)  # as if all were installed
     quantized = 'sft.lora={quantize = "nf4"}'
     message = (
         r"sft\.lora\.quantize = 'nf4': ZeRO 3 cannot partition 4-bit weights; use runtime\.trainer\.zero_stage <= 2"

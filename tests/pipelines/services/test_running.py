@@ -18,10 +18,12 @@ from pipelines.services.running import (
     answered,
     await_health,
     bound_port,
+    database_problem,
     healthy,
     is_free,
     port_of,
     proven,
+    reason_in,
     running,
 )
 from rlhf_core.http.door import PROOF, Door
@@ -99,6 +101,27 @@ def test_a_server_that_could_not_start_is_reported_with_the_reason_in_its_log(tm
     )
     with pytest.raises(ServiceError, match=rf"status 3 \({re.escape(said)}\); read "):
         await_health("http://127.0.0.1:9/", "key", process, 5.0, tmp_path / "server.log")
+
+
+@pytest.mark.parametrize(
+    ("failure", "rule"),
+    [
+        (
+            "alembic.util.exc.CommandError: Can't locate revision identified by 'f00d'",
+            "a newer version of Prefect has changed it",
+        ),
+        ("sqlalchemy.exc.DatabaseError: (sqlite3.DatabaseError) file is not a database", "it is damaged"),
+        ("sqlalchemy.exc.DatabaseError: database disk image is malformed", "it is damaged"),
+    ],
+)
+def test_a_database_that_prefect_cannot_use_is_named_with_a_remedy(tmp_path, failure, rule):
+    database, log = tmp_path / "prefect.db", tmp_path / "server.log"
+    old = "OldError: of an earlier start\n"
+    text = f"Traceback\n{failure}\n(Background)\n"
+    log.write_text(f"{old}{text}{database_problem(text, f'sqlite+aiosqlite:///{database}')}")
+    said = reason_in(log, after=len(old))
+    assert said.startswith(f" (DatabaseError: {database}: {rule} (") and "move prefect.db* away" in said
+    assert reason_in(log, after=log.stat().st_size) == "" == database_problem("OSError: disk full", "sqlite:///x")
 
 
 def test_a_stranger_who_passes_our_questions_on_to_a_server_of_ours_proves_nothing():

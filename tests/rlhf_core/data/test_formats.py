@@ -370,6 +370,26 @@ def test_where_only_one_reading_is_of_use_it_is_taken():
     assert label_reading(source(), "prompt", rows(True, False)) == "answer"  # there is no answer to judge
 
 
+@pytest.mark.parametrize(
+    ("name", "refused"),
+    [
+        ("is_toxic", True), ("harmful", True), ("isUnsafe", True), ("rejected", True), ("answer.wrong", True),
+        ("", False), ("good", False), ("is_correct", False), ("no_help", False), ("label", False),
+    ],
+)  # fmt: skip
+def test_true_in_a_column_that_says_what_is_bad_is_no_praise(name, refused):
+    column = source(label_coding="verdict", columns={"label": name})
+    assert label_reading(column, "messages", rows("desirable", "undesirable")) == "verdict"  # words say it themselves
+    for labels in ((True, False), ("yes", "no"), (1, 0), (1, -1, None)):
+        if not refused:
+            assert label_reading(column, "messages", rows(*labels)) == "verdict"
+            continue
+        with pytest.raises(
+            DataError, match=rf"columns\.label = '{name}': the name says what is bad, and .*; write 'desirable'"
+        ):
+            label_reading(column, "messages", rows(*labels))
+
+
 def test_a_verdict_among_expected_answers_is_refused():
     with pytest.raises(DataError, match="mixed labels: True is a verdict, where most labels are expected answers"):
         refuse_verdict({"label": True}, source())

@@ -58,6 +58,31 @@ def test_a_demonstration_is_shown_with_every_answer_trained(tmp_path):
     )
 
 
+def test_tools_calls_and_their_results_are_shown(tmp_path):
+    calls = [{"function": {"name": "add", "arguments": {"a": 2, "b": "é"}}}, {"name": "now", "arguments": {}}]
+    turns = [
+        {"role": "user", "content": "2+2?"},
+        {"role": "assistant", "content": "", "tool_calls": calls[:1]},
+        {"role": "tool", "name": "add", "content": "4"},
+        {"role": "assistant", "content": "And now?", "tool_calls": calls},
+        {"role": "tool", "content": "noon"},
+        {"role": "assistant", "content": "4"},
+    ]
+    tools = [{"name": name, "description": "", "parameters": {}} for name in ("add", "now")]
+    (shown,) = report(tmp_path, [{"messages": turns, "tools": tools}]).rows
+    assert shown.splitlines() == [
+        "tools: add, now",
+        "user: 2+2?",
+        'assistant: 【add({"a": 2, "b": "é"})】',
+        "tool add: 4",
+        "assistant: 【And now?",
+        'add({"a": 2, "b": "é"})',
+        "now({})】",
+        "tool: noon",
+        "assistant: 【4】",
+    ]
+
+
 @pytest.mark.parametrize(
     ("row", "columns", "format_name"),
     [

@@ -16,6 +16,7 @@ import pytest
 from rlhf_core.config.data import Source, Use
 from rlhf_core.data.file_types import file_type, is_hub
 from rlhf_core.data.sources import read
+from rlhf_core.data.turns import truth
 from rlhf_core.errors import ConfigError, DataError
 
 ROWS = [{"prompt": "a, b", "completion": "1"}, {"prompt": "c\nd", "completion": "2"}]
@@ -321,11 +322,21 @@ def test_classes_have_their_names_at_any_depth(tmp_path, kind):
 
 @pytest.mark.parametrize("options", [{"label_coding": "verdict"}, {"format": "unpaired_preference"}])
 def test_classes_whose_names_do_not_say_which_one_is_good_are_no_verdicts(tmp_path, options):
-    for number, names in enumerate((["LABEL_0", "LABEL_1"], ["up", "down"])):
+    for number, names in enumerate((["LABEL_0", "LABEL_1"], ["left", "right"])):
         classes(names).to_parquet(str(tmp_path / f"{number}.parquet"))
         assert rows_of(tmp_path / f"{number}.parquet")[0]["label"] == names[0]
         line = re.escape(f'cast_column("label", ClassLabel(names=[<{names[0]}>, <{names[1]}>]))')  # in no order of ours
         with pytest.raises(DataError, match=rf'"desirable" or "undesirable" in the place of each class: .*{line}'):
             rows_of(tmp_path / f"{number}.parquet", **options)
-    classes(["bad", "good"]).to_parquet(str(tmp_path / "y.parquet"))
-    assert rows_of(tmp_path / "y.parquet", **options)[0]["label"] == "bad"
+    for bad, good in (
+        ("bad", "good"),
+        ("down", "up"),
+        ("Thumbs-Down", "thumbs up"),
+        ("reject", "accept"),
+        ("no", "yes"),
+    ):
+        for names in ([bad, good], [good, bad]):  # numbers have any order
+            classes(names).to_parquet(str(tmp_path / "y.parquet"))
+            assert [truth(row["label"]) for row in rows_of(tmp_path / "y.parquet", **options)[:2]] == [
+                names[0] == good, names[1] == good,
+            ]  # fmt: skip

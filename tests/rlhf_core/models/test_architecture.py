@@ -13,7 +13,7 @@ from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.config.models import LoraConfig
 from rlhf_core.config.runtime import HFSamplerConfig
 from rlhf_core.errors import ConfigError, SamplingError
-from rlhf_core.models.architecture import check_longest, length_limit, read_config
+from rlhf_core.models.architecture import check_longest, length_limit, read_config, stated_positions
 from rlhf_core.models.batches import collate, unpack
 from rlhf_core.models.forward import check_rows, token_logprobs
 from rlhf_core.models.packages import package_folder
@@ -244,6 +244,53 @@ def test_rows_beyond_a_table_of_positions_are_refused(family, options, made):
 def test_other_rotary_positions_have_no_limit(made):
     yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": SHORT}
     assert length_limit(read_config(made("llama", rope_parameters=yarn))) is None
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+GEMMA_3 = {"full_attention": {**LINEAR, "factor": 8.0}, "sliding_attention": {"rope_type": "default"}}
+
+
+@pytest.mark.parametrize(
+    ("family", "positions", "rope", "stated"),
+    [
+        ("qwen2", 32768, {"rope_type": "default"}, 32768),
+        ("qwen2", 32768, YARN, 131072),  # 32,768 x 4: only the scaling was added, as the page of Qwen2.5 says
+        ("qwen3", 40960, YARN, 131072),  # Qwen3 states 40,960 and was trained on 32,768
+        ("qwen2", 131072, YARN, 131072),
+        ("qwen2", 262144, YARN, 262144),  # what is stated is not lowered
+        ("qwen2", 32768, {"type": "yarn", "factor": 4.0}, 131072),  # transformers takes 32,768 for the original
+        ("llama", 131072, LLAMA3, 131072),  # Llama 3.1: the scaling is not the product, 65,536
+        ("llama", 131072, LLAMA3 | {"factor": 32.0}, 131072),  # Llama 3.2: nor is it 262,144
+        ("llama", 8192, LLAMA3, 65536),
+        ("llama", 4096, LINEAR, 16384),  # transformers 4: leave max_position_embeddings as it was
+        ("llama", 4096, DYNAMIC, 4096),  # longer rows are refused
+        ("phi3", 131072, {**LONGROPE, "original_max_position_embeddings": 4096}, 131072),
+        ("gemma3_text", 131072, GEMMA_3, 131072),  # Gemma 3 states what its scaling made
+    ],
+)
+def test_the_positions_of_a_model_with_scaled_rotary_positions(family, positions, rope, stated):
+    shape = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8}
+    rope = rope if "full_attention" in rope else {"rope_theta": 10000.0, **rope}
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(family, max_position_embeddings=positions, rope_parameters=rope, **shape)
+    assert stated_positions(config) == stated
+
+
+def test_a_sampler_says_how_it_takes_all_positions_of_a_scaling(made):
+    yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": SHORT}
+    folder = made("llama", rope_parameters=yarn, max_position_embeddings=SHORT)
+    remedy = "set it to 16 or less, or max_position_embeddings in its config.json to 64, for which its scaling was made"
+    with pytest.raises(ConfigError, match=f"max_model_len = 64: the policy has 16 positions; {remedy}"):
+        PolicyFolder.read(folder, max_model_len=64)
 
 
 # ---------------------------------------------------------------- packages

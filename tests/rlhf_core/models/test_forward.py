@@ -272,6 +272,16 @@ def test_rotary_positions_beyond_those_of_the_model_are_computed_with_one_warnin
         assert len([one for one in caplog.records if "than the 64 positions" in one.getMessage()]) == warnings
 
 
+def test_a_scaling_that_the_configuration_alone_has_gives_no_warning(caplog):
+    warn_of_positions.cache_clear()
+    model = llama("sdpa")
+    model.config.rope_parameters |= {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
+    for length, warnings in ((65, 0), (128, 0), (129, 1)):
+        row = TokenSample(tuple(5 + at % 90 for at in range(length)), (0,) + (1,) * (length - 1))
+        token_logprobs(model, collate([row], pad_id=0), temperature=1.0, with_entropy=False)
+        assert len([one for one in caplog.records if "than the 128 positions" in one.getMessage()]) == warnings
+
+
 def test_a_family_without_position_ids_cannot_be_packed():
     from transformers import BloomConfig, BloomForCausalLM
 
