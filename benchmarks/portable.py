@@ -86,7 +86,7 @@ SETTINGS_OF_SEVERAL: tuple[Mapping[str, str], ...] = (
     BY_BATCH | {THREADS: "1"},
 )
 """Under which `SEVERAL_PROCESSES` run: in full."""
-NOT_NUMERIC = ("tests/stages/test_external_agents.py",)
+NOT_NUMERIC = ("tests/rlhf_contrib/environments/test_external_agents.py",)
 COLUMNS = ("setting", "passed", "failed", "skipped", "seconds", "closest")
 
 

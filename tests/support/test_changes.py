@@ -180,8 +180,8 @@ TOPIC = "tests/rlhf_contrib/openrlhf/test_shell.py"
             "tests/support/workshop.py",
             False,
         ),  # of a fixture that it does not use
-        ("tests/stages/test_external_agents.py", "tests/stages/programs/http_agent.py", True),
-        ("tests/stages/test_external_agents.py", "tests/stages/programs/trl_reward.py", False),
+        ("tests/rlhf_contrib/environments/test_external_agents.py", "tests/stages/programs/http_agent.py", True),
+        ("tests/rlhf_contrib/environments/test_external_agents.py", "tests/stages/programs/trl_reward.py", False),
         ("tests/rlhf_contrib/ray_jobs/test_ray_jobs.py", "rlhf_contrib/ray_jobs/executor.py", True),
         ("tests/rlhf_core/sampling/test_hf_sampler.py", "rlhf_contrib/ray_jobs/executor.py", False),
         ("tests/test_newcomer.py", "docs/tutorial/own_data.md", True),

@@ -29,8 +29,8 @@ from rlhf_core.tracking.memory import MemoryStageTracker, MemoryTracker
 from rlhf_core.types import ComparisonsRef, Message
 from stages.collect_preferences import CollectPreferencesConfig
 from stages.table import STAGES
+from tests.rlhf_contrib.ray_jobs.forked_jobs import ForkedJobs
 from tests.support.buckets import Nodes
-from tests.support.forked_jobs import ForkedJobs
 from tests.support.listener import Notes
 from tests.support.small_pipeline import two_toys, write_mini
 from tests.support.toy_stage import NoEngines, ToyConfig, stage_key, toy_spec

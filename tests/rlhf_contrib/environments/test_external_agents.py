@@ -19,9 +19,9 @@ import pytest
 from rlhf_core.config.agents import AgentConfig, NemoGymAgent, OpenEnvAgent, OpenRLHFAgent, ProgramAgent, VerifiersAgent
 from tests.support.training import rewards_of_grpo
 
-TESTS = Path(__file__).parents[1]
-SERVERS = TESTS / "rlhf_contrib/environments/servers"
-PROGRAMS = Path(__file__).parent / "programs"
+TESTS = Path(__file__).parents[2]
+SERVERS = Path(__file__).parent / "servers"
+PROGRAMS = TESTS / "stages/programs"
 LIMITS: dict[str, Any] = {"max_episode_tokens": 64, "step_timeout_s": 200.0, "retries": 0}
 
 pytestmark = pytest.mark.slow
