@@ -32,7 +32,7 @@ UNSCHEDULED = "none"
 class Deployment(RunnerDeployment):
     """A deployment with the form that its flow has made: Prefect would compute it a second time, 0.1 s each."""
 
-    def _set_defaults_from_flow(self, flow: Flow[..., Any]) -> None:
+    def _set_defaults_from_flow(self: Any, flow: Flow[..., Any]) -> None:
         self._parameter_openapi_schema = flow.parameters
         self._version_from_flow = not self.version
         self.version = self.version or flow.version
