@@ -24,11 +24,7 @@ _ENDPOINTS = {
     "gs": ("GOOGLE_BASE_URL",),
     "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
 }
-_PARTS_OF_HOSTS = {
-    "AWS_REGION": "a region, such as us-east-1",
-    "AWS_DEFAULT_REGION": "a region, such as us-east-1",
-    "AZURE_STORAGE_ACCOUNT_NAME": "an account, as it stands before .blob.core.windows.net",
-}
+_PARTS_OF_HOSTS = ("AWS_REGION", "AWS_DEFAULT_REGION", "AZURE_STORAGE_ACCOUNT_NAME")
 """Variables whose values become part of a server's name."""
 _NOT_IN_ADDRESSES = "?#%:\\"
 _CREDENTIALS = {
@@ -92,9 +88,9 @@ def open_bucket(uri: str, *, is_first: bool = False) -> Any:
         del os.environ[name]  # as the providers' own tools read it; an empty key would take the place of a role
     hosts = [_host_of(name, os.environ[name]) for name in _ENDPOINTS[uri.partition("://")[0]] if name in os.environ]
     local = bool(hosts) and all(map(is_loopback, hosts))
-    for name, meaning in _PARTS_OF_HOSTS.items():
+    for name in _PARTS_OF_HOSTS:
         if name in os.environ and (":" in os.environ[name] or not is_host(os.environ[name])):
-            raise ConfigError(name, os.environ[name], f"is no name of {meaning}", "correct it, or unset it")
+            raise ConfigError(name, os.environ[name], "is no part of a server's name", "correct it, or unset it")
     asked = "AWS_ALLOW_HTTP" in os.environ and os.environ["AWS_ALLOW_HTTP"].lower() in ("1", "true")
     options: Any = {"allow_http": True} if local or asked else {}
     retries: Any = {"retry_config": _FIRST_RETRIES} if is_first else {}
