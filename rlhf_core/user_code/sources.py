@@ -275,8 +275,7 @@ def _analyse_code(path: Path, name: str, content: bytes) -> list[Any]:
     """Values of the fields of a `Source` except its content."""
     try:
         tree = parse_source(content, str(path))
-        ours = name.partition(".")[0] in OUR_PACKAGES
-        digest = digest_without_texts(tree) if ours else _code_digest(content)
+        digest = digest_without_texts(tree) if is_ours(name) else _code_digest(content)
     except (ConfigError, ValueError, RecursionError, tokenize.TokenError):
         # Written for another Python: a file that cannot be parsed counts with all its bytes.
         return [hashlib.sha256(content).hexdigest(), [], [], None, []]
