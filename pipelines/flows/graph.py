@@ -14,7 +14,7 @@ from pipelines.services.home import Home
 from pipelines.services.user_servers import registry
 from rlhf_core.by_path import is_path
 from rlhf_core.config.agents import AgentConfig, AgentsBySource, EpisodeLimits
-from rlhf_core.config.engines import BaseSamplerConfig, check_lora_sync, check_quantized
+from rlhf_core.config.engines import BaseSamplerConfig, check_lora, check_lora_sync
 from rlhf_core.config.runtime import RuntimeConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.rewards.model import check_reward_models
@@ -139,7 +139,7 @@ class Stages:
 
     def _check_lora(self, path: str, stage: Stage[..., Any], config: Any) -> None:
         """Raise ConfigError for adapters that cannot be trained, or that cannot be sent alone to a sampler that needs that."""
-        check_quantized(getattr(config, "lora", None), self.runtime.of("policy").trainer, key=f"{path}.lora")
+        check_lora(getattr(config, "lora", None), self.runtime.of("policy").trainer, key=f"{path}.lora")
         samples = "sampler" in stage.engines and getattr(config, "on_policy", True)
         if not samples or not hasattr(config, "lora") or not self.runtime.sampler.needs().adapters:
             return

@@ -352,7 +352,7 @@ class RehearsalRun:
 def class_of_error(error: BaseException) -> str:
     """The class of problem that the error of a stage is."""
     text = str(error)
-    if "lora.target_modules" in text:
+    if "lora.target_" in text:
         return problems.ADAPTERS
     if "the template does not render" in text or text.startswith("chat_template"):
         return problems.TEMPLATE

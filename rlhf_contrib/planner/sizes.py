@@ -54,6 +54,8 @@ class ModelShape:
     """All linear modules but the LM head."""
     active: int
     """Parameters that compute one token, without the embedding: fewer than all in a mixture of experts."""
+    stacks: tuple[Linear, ...] = ()
+    """Stacks of experts."""
 
     @property
     def layer(self) -> int:
@@ -74,7 +76,11 @@ class ModelShape:
 
     def adapters(self, lora: LoraConfig) -> int:
         """Return the parameters of the adapters: rank * (inputs + outputs) of each target, for DoRA one norm a row more."""
-        total = 0
+        total = sum(
+            one.count * lora.rank * (one.inputs + one.outputs)
+            for one in self.stacks
+            if one.name.endswith(lora.target_parameters)
+        )
         for one in self.linears:
             if lora.target_modules == ALL_LINEAR or one.name in lora.target_modules:
                 dora = one.outputs if lora.variant == "dora" else 0
@@ -204,6 +210,7 @@ def _on_meta(folder: Path) -> ModelShape:
         key_width=(getattr(text, "num_key_value_heads", None) or heads) * width,
         vocabulary=text.vocab_size,
         linears=tuple(Linear(*place, count) for place, count in counted.items()),
+        stacks=tuple(Linear(n, p.shape[1], p.shape[2], p.shape[0]) for n, p in model.named_parameters() if p.ndim == 3),
         active=parameters
         - (embedding.numel() if own_head else 0)
         - routed

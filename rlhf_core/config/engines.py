@@ -256,13 +256,19 @@ def check_lora_sync(lora: LoraConfig | None, *, key: str) -> None:
     if lora.quantize:
         rule = "the sampler has the weights before they were rounded to 4 bits, to which the adapters do not belong"
         raise ConfigError(f"{key}.quantize", lora.quantize, rule, f"remove it, {remedy}")
+    if lora.target_parameters:
+        rule = "vLLM is sent adapters of linear modules only"
+        raise ConfigError(f"{key}.target_parameters", lora.target_parameters, rule, f"remove it, {remedy}")
 
 
-def check_quantized(lora: LoraConfig | None, trainer: TrainerConfig, *, key: str) -> None:
-    """Raise ConfigError for 4-bit weights under ZeRO 3. `key` is the one of `lora`."""
+def check_lora(lora: LoraConfig | None, trainer: TrainerConfig, *, key: str) -> None:
+    """Raise ConfigError for 4-bit weights under ZeRO 3, and adapters of experts with Liger. `key` is the one of `lora`."""
     if lora is not None and lora.quantize and trainer.zero_stage == 3:
         rule, remedy = "ZeRO 3 cannot partition 4-bit weights", "use runtime.trainer.zero_stage <= 2, or remove it"
         raise ConfigError(f"{key}.quantize", lora.quantize, rule, remedy)
+    if lora is not None and lora.target_parameters and trainer.liger:
+        rule, remedy = "Liger computes experts without adapters", "set runtime.trainer.liger = false, or remove it"
+        raise ConfigError(f"{key}.target_parameters", lora.target_parameters, rule, remedy)
 
 
 if not TYPE_CHECKING:

@@ -1,8 +1,8 @@
 """Configure models: where the weights come from, and their adapters."""
 
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal, Self, TypeAlias
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from rlhf_core.schema.base import Config, RenamedConfig, added_option
 
@@ -75,8 +75,20 @@ class LoraConfig(RenamedConfig):
         *("gate_proj", "up_proj", "down_proj"),
     )
     """Linear modules by name or by the end of their full name, as in peft; the default fits Llama and its kin. "all-linear"
-    fits every architecture: all but the LM head. Fused experts are not modules and get no adapters. A module that shares
-    its weight (a tied LM head) is refused, because its adapter could not be merged."""
+    fits every architecture: all but the LM head. Fused experts are not modules (see `target_parameters`). A module that
+    shares its weight (a tied LM head) is refused, because its adapter could not be merged."""
     quantize: Literal["", "nf4"] = ""
     """Quantization of the base weights: `nf4` keeps them in 4 bits (QLoRA, arXiv 2305.14314) and needs the extra `kernels`.
     The export has full weights: the rounded ones with the adapters merged in."""
+    target_parameters: tuple[str, ...] = added_option(())
+    """Stacks of experts that get adapters, too, by the end of their full names, as in peft:
+    `["experts.gate_up_proj", "experts.down_proj"]`. Each expert has adapters of `rank`. A layer computes with a changed copy
+    of its stacks, and keeps it for the backward pass unless `runtime.trainer.gradient_checkpointing` is on."""
+
+    @model_validator(mode="after")
+    def _check_experts(self) -> Self:
+        name = "quantize" if self.quantize else "variant"
+        if self.target_parameters and (self.quantize or self.variant == "dora"):
+            rule = "is not possible for adapters of experts (target_parameters)"
+            raise ValueError(f"{name} = {getattr(self, name)!r}: {rule}; remove one of them")
+        return self

@@ -29,6 +29,7 @@ from typing import Any
 
 import peft
 import torch
+from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from safetensors.torch import save_file
@@ -118,7 +119,7 @@ def whole_weight(layer: nn.Module) -> Tensor:
 
 logger = logging.getLogger(__name__)
 
-_LAYER = ".base_layer."
+_LAYERS = re.compile(r"(\.base_layer)+\.")
 _BLOCK_STATE = ".base_layer.weight."
 """Part of the names of the tensors that restore a 4-bit weight."""
 _ADAPTER = "default"
@@ -151,6 +152,7 @@ def apply_lora(model: nn.Module, config: LoraConfig, *, seed: int) -> nn.Module:
         use_rslora=config.variant == "rslora",
         use_dora=config.variant == "dora",
         target_modules=targets,
+        target_parameters=_stacks(model, config) or None,
         bias="none",
         task_type="CAUSAL_LM",
         fan_in_fan_out=isinstance(model.get_submodule(targets[0]), Conv1D),
@@ -184,7 +186,8 @@ def check_adapters(model: nn.Module, config: LoraConfig) -> None:
     """Check on a few tokens that the model calls its adapted modules.
 
     Some models compute with the weight of a module instead (Mamba), and text alone does not reach an image encoder. The
-    adapters of such modules are frozen if the targets are "all-linear". Raises ConfigError if they were named.
+    adapters of such modules are frozen if the targets are "all-linear". Raises ConfigError if they were named, as stacks
+    of experts are.
     """
     called: set[str] = set()
     layers = {name: layer for name, layer in model.named_modules() if _is_adapted(layer)}
@@ -199,9 +202,11 @@ def check_adapters(model: nn.Module, config: LoraConfig) -> None:
             hook.remove()
     # A few tokens reach a few experts only, so all modules at the same place of their layers count as one.
     idle = [name for name in layers if _kind(name) not in called]
-    if idle and config.target_modules != ALL_LINEAR:
-        kinds = sorted({_kind(name) for name in idle})
-        raise _refused(config, f"the model does not call {kinds}, so adapters would learn nothing", "leave them out")
+    stacks = [name for name in idle if isinstance(layers[name], ParamWrapper)]
+    if stacks or (idle and config.target_modules != ALL_LINEAR):
+        kinds = sorted({_kind(name) for name in stacks or idle})
+        rule = f"the model does not call {kinds}, so adapters would learn nothing"
+        raise _refused(config, rule, "leave them out", key="target_parameters" if stacks else "target_modules")
     for name in idle:
         layers[name].requires_grad_(False)
     if idle:
@@ -211,6 +216,11 @@ def check_adapters(model: nn.Module, config: LoraConfig) -> None:
 def has_lora(model: nn.Module) -> bool:
     """Return whether `model` has adapters of `apply_lora`."""
     return any(_is_adapted(module) for module in model.modules())
+
+
+def adapted_stacks(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of `model` that add adapters to a stack of experts."""
+    return [module for module in model.modules() if isinstance(module, ParamWrapper)]
 
 
 def save_adapter(model: nn.Module, folder: Path) -> None:
@@ -226,6 +236,7 @@ def save_adapter(model: nn.Module, folder: Path) -> None:
         "base_model_name_or_path": None,
         "inference_mode": True,
         "target_modules": sorted(settings["target_modules"]),
+        "target_parameters": sorted(settings["target_parameters"] or ()) or None,
     }
     (folder / "adapter_config.json").write_text(
         json.dumps(settings, indent=2, sort_keys=True, default=str) + "\n", encoding="utf-8"
@@ -268,6 +279,24 @@ def _targets(model: nn.Module, config: LoraConfig) -> list[str]:
     return targets
 
 
+def _stacks(model: nn.Module, config: LoraConfig) -> list[str]:
+    """Return the full names of the stacks of experts that `config` selects: parameters of three dimensions."""
+    stacks = [
+        name
+        for name, one in model.named_parameters()
+        if _meta(one).dim() == 3 and not isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Conv1d)
+    ]
+    wanted = config.target_parameters
+    if missing := [target for target in wanted if not any(_ends_with(name, [target]) for name in stacks)]:
+        choices = sorted({".".join(name.split(".")[-2:]) for name in stacks})
+        rule, remedy = (
+            f"the model has no stacks of experts {missing}",
+            f"use some of {choices}" if choices else "remove it",
+        )
+        raise _refused(config, rule, remedy, key="target_parameters")
+    return [name for name in stacks if _ends_with(name, wanted)]
+
+
 @torch.no_grad()
 def _is_linear(module: nn.Module) -> bool:
     """Return whether `module` computes a product and nothing else: the routers of Llama 4 are a Linear, too."""
@@ -297,8 +326,8 @@ def _lost(names: Sequence[str]) -> TrainingError:
     return TrainingError("lora", len(names), rule, "please report this as a bug, with the model's type")
 
 
-def _refused(config: LoraConfig, rule: str, remedy: str) -> ConfigError:
-    return ConfigError("lora.target_modules", config.target_modules, rule, remedy)
+def _refused(config: LoraConfig, rule: str, remedy: str, *, key: str = "target_modules") -> ConfigError:
+    return ConfigError(f"lora.{key}", getattr(config, key), rule, remedy)
 
 
 def _ends_with(name: str, targets: Sequence[str]) -> bool:
@@ -317,8 +346,19 @@ def _is_adapted(module: nn.Module) -> bool:
     return _ADAPTER in getattr(module, "lora_A", ())
 
 
+def _changed_weight(name: str, layer: Any) -> str:
+    """Return the name of the weight that the adapter of `layer`, whose name is `name`, changes. Those of stacks are nested."""
+    parameter = getattr(layer, "parameter_name", "weight")
+    while isinstance(layer, BaseTunerLayer):
+        name, layer = f"{name}.base_layer", layer.base_layer
+    return f"{name}.{parameter}"
+
+
 @torch.no_grad()
 def _merged(weight: Tensor, layer: Any) -> Tensor:
+    if isinstance(layer, ParamWrapper):
+        left, right, scaling = layer.get_delta_factors(_ADAPTER)  # of each expert, as the weight has them
+        return (left.float() @ right.float()).mul_(scaling).add_(weight).to(weight.dtype)
     base = layer.get_base_layer()
     if type(base).__name__ == "Linear4bit":  # made by `quantize`
         weight = whole_weight(base)
@@ -445,6 +485,8 @@ class _Source:
     layer: Any = None
 
     def tensors(self) -> list[Tensor]:
+        if isinstance(self.layer, ParamWrapper):  # inside are other stacks, too
+            return [self.weight, *self.layer.lora_A.parameters(), *self.layer.lora_B.parameters()]
         return [self.weight] if self.layer is None else list(self.layer.parameters())
 
     def value(self) -> Tensor:
@@ -467,17 +509,18 @@ def _in_peft(name: str) -> str:
 
 def _sources(model: nn.Module) -> dict[str, _Source]:
     # Layers by the name of the weight that their adapter changes.
-    layers = {f"{name}{_LAYER}weight": module for name, module in model.named_modules() if _is_adapted(module)}
+    adapted = {name: module for name, module in model.named_modules() if _is_adapted(module)}
+    layers = {_changed_weight(name, module): module for name, module in adapted.items()}
     found = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         owner, is_adapter, _ = name.partition(".lora_")
-        if not (is_adapter and f"{owner}{_LAYER}weight" in layers) and _BLOCK_STATE not in name:
+        if not (is_adapter and owner in adapted) and _BLOCK_STATE not in name:
             found[name] = _Source(tensor, layers.get(name))
     tied = _tied(model)
     if lost := sorted({*(layers.keys() - found.keys()), *(name for names in tied for name in names if name in layers)}):
         raise _lost(lost)
     left_out = {name for names in tied for name in names[1:]}
-    return {name.replace(_LAYER, "."): source for name, source in found.items() if name not in left_out}
+    return {_LAYERS.sub(".", name): source for name, source in found.items() if name not in left_out}
 
 
 def _groups(model: nn.Module, sources: Mapping[str, _Source]) -> list[_Group]:

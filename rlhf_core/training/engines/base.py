@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from rlhf_core.config.engines import OptimizerConfig, TrainerConfig, check_quantized
+from rlhf_core.config.engines import OptimizerConfig, TrainerConfig, check_lora
 from rlhf_core.errors import ConfigError, TrainingError
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.models.forward import backbone_of, check_routers, compute_in_float32
@@ -178,7 +178,7 @@ def open_engine(spec: ModelSpec, optimizer: OptimizerConfig | None, config: Trai
     """
     rank, world = rank_and_world()
     device = local_device()
-    check_quantized(spec.lora, config, key="lora")
+    check_lora(spec.lora, config, key="lora")
     check_kernels(config.attention, liger=config.liger, device=device.type)
     if optimizer is not None and optimizer.ema_decay > 0 and config.zero_stage == 3:
         rule = "under ZeRO 3 no rank has all weights, so they cannot be averaged"

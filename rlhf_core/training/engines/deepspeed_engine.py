@@ -40,7 +40,7 @@ from transformers.integrations import HfDeepSpeedConfig
 
 from rlhf_core.algorithms.token_math import LossOutput
 from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
-from rlhf_core.models.lora import WeightStream
+from rlhf_core.models.lora import WeightStream, adapted_stacks
 from rlhf_core.models.parameter_sources import OpenFiles, ParameterSource
 from rlhf_core.store.layout import remove_tree
 from rlhf_core.training.adamw import ClippedAdamW, adamw, parameter_groups
@@ -179,7 +179,7 @@ class DeepSpeedEngine:
             carrier.config = module.config  # DeepSpeed reads the number of heads from it
         with quiet():
             if self._stage == 3:
-                _gather_heads_as_one(module)
+                _gather_as_one(module)
             self._engine: Any = deepspeed.initialize(
                 model=carrier,
                 optimizer=None if optimizer is None else self._client_optimizer(optimizer),
@@ -433,11 +433,14 @@ class _Carrier(nn.Module):
         return (result.loss if isinstance(result, LossOutput) else None), result
 
 
-def _gather_heads_as_one(module: Any) -> None:
+def _gather_as_one(module: Any) -> None:
     """Make ZeRO 3 gather an LM head with inner layers (adapters) when the head is called, not when those layers are.
 
-    The head computes its tokens in chunks, whose number differs between ranks (see `rlhf_core.models.forward`).
+    The head computes its tokens in chunks, whose number differs between ranks (see `rlhf_core.models.forward`). Experts with
+    adapters read the weights of their inner layers before they call any.
     """
+    for experts in adapted_stacks(module):
+        set_z3_leaf_module(experts, True)
     head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
     if head is not None and list(head.children()):
         set_z3_leaf_module(head, True)

@@ -123,6 +123,10 @@ def test_episodes_that_may_outgrow_the_sampler_are_refused_in_the_plan(tmp_path)
             r"ppo\.lora = None: there are no adapters, which runtime\.sampler\.lora_sync = .adapter. would send; give it",
         ),
         ('{variant = "dora"}', r"ppo\.lora\.variant = 'dora': vLLM does not scale rows to norms; use"),
+        (
+            '{target_parameters = ["experts.down_proj"]}',
+            r"ppo\.lora\.target_parameters = .*: vLLM is sent adapters of linear",
+        ),
         ('{quantize = "nf4"}', r"ppo\.lora\.quantize = 'nf4': the sampler has the weights before they were rounded"),
         ("{rank = 17}", r"ppo\.lora\.rank = 17: runtime\.sampler\.max_lora_rank is 16; raise that, or lower this"),
     ],

@@ -68,6 +68,10 @@ def test_a_token_meets_some_of_the_experts(tmp_path):
     found = shape_of(tmp_path)
     experts = 3 * 4 * 3 * 64 * 96  # layers, experts, three matrices
     assert found.parameters - found.active == 300 * 64 + experts // 2
+    lora = LoraConfig(rank=8, target_modules=("q_proj",))
+    both = lora.model_copy(update={"target_parameters": ("experts.gate_up_proj", "experts.down_proj")})
+    # in three layers four experts each: gate and up of 64 to 2 * 96, down of 96 to 64
+    assert found.adapters(both) - found.adapters(lora) == 3 * 4 * 8 * (64 + 192 + 96 + 64)
 
 
 def test_a_folder_without_a_configuration_is_refused(tmp_path):

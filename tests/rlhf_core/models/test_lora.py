@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import save_torch_state_dict
+from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -16,7 +17,7 @@ from rlhf_core.models import lora as quantised
 from rlhf_core.models.batches import collate
 from rlhf_core.models.forward import sequence_scores, token_values
 from rlhf_core.models.loading import export_model
-from rlhf_core.models.lora import WeightStream, has_lora, save_adapter, weights_digest
+from rlhf_core.models.lora import WeightStream, has_lora, save_adapter, weights_digest, without_adapters
 from rlhf_core.models.parameter_sources import OpenFiles
 from rlhf_core.models.parts import open_parts
 from rlhf_core.models.weight_files import DTYPES, WeightFile
@@ -44,6 +45,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": DEEPSEEK,
     "llama4_text": {"num_local_experts": 4, "intermediate_size_mlp": 48},
     "jamba": {"num_experts": 4, "mamba_d_state": 8, "attn_layer_period": 2, "attn_layer_offset": 1},
+    "mixtral": {"num_local_experts": 4},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": ["full_attention"] * 2},
 }
 
 
@@ -51,9 +54,9 @@ def merged_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.cpu() for name, tensor in WeightStream(model)}
 
 
-def trained(folder: Path, lora: LoraConfig = LORA, *, dtype: str = "float32", head: Any = "lm") -> Any:
+def trained(folder: Path, lora: LoraConfig = LORA, **options: Any) -> Any:
     """A model whose adapters are no longer zero."""
-    model = loaded(folder, head, lora=lora, dtype=dtype)
+    model = loaded(folder, lora=lora, **options)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -224,6 +227,76 @@ def test_all_that_is_adapted_in_a_family_is_in_its_export(family, adapted, froze
     export_model(model, tmp_path / "out", tokenizer_from=folder)
     # The sixfold weights magnify roundings: 2.3e-4 was seen with the kernels of ATEN_CPU_CAPABILITY=default.
     torch.testing.assert_close(logits(loaded(tmp_path / "out")), before, rtol=0, atol=5e-4)
+
+
+EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
+
+
+@pytest.mark.parametrize(
+    ("family", "stacks"),
+    [
+        ("qwen3_moe", EXPERTS),
+        ("mixtral", EXPERTS),
+        ("gpt_oss", EXPERTS),  # its stacks are [expert, in, out]
+        ("deepseek_v3", ("1.mlp.experts.down_proj",)),
+        ("llama4_text", EXPERTS),
+    ],
+)
+def test_adapters_of_experts_alone_learn_and_are_in_the_export(family, stacks, made, tmp_path):
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    folder, attention = made(family, **FAMILIES.get(family, {})), "eager" if family == "gpt_oss" else "sdpa"
+    lora = LoraConfig(rank=2, target_modules=("o_proj",), target_parameters=stacks)
+    plain, fresh = loaded(folder, attention=attention), loaded(folder, lora=lora, attention=attention)
+    torch.testing.assert_close(logits(fresh), logits(plain), rtol=0, atol=0)
+    again = loaded(folder, lora=lora, attention=attention)
+    assert all(torch.equal(one, other) for one, other in zip(fresh.parameters(), again.parameters(), strict=True))
+
+    model = trained(folder, lora, attention=attention, checkpointing=True)
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    learning = {name for name, one in model.named_parameters() if one.grad is not None and one.grad.abs().sum() > 0}
+    assert learning == {name for name, one in model.named_parameters() if ".lora_" in name}
+    # A and B, in two layers: of o_proj and of two stacks, or of one stack in one of them
+    assert len(learning) == 4 + (8 if stacks == EXPERTS else 2)
+    with without_adapters(model):
+        assert torch.equal(logits(model), logits(plain))
+    adapted = logits(model)
+    assert (adapted - logits(plain)).abs().max() > 2e-2
+    assert_stream(model)
+    export_model(model, tmp_path / "out", tokenizer_from=folder)
+    # As above: the sixfold weights magnify roundings.
+    exported = loaded(tmp_path / "out", attention=attention)
+    torch.testing.assert_close(logits(exported), adapted, rtol=0, atol=5e-4)
+    base = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention)
+    in_peft = peft.PeftModel.from_pretrained(base, str(tmp_path / "out/adapter"))
+    assert torch.equal(logits(in_peft), adapted)
+
+
+@pytest.mark.parametrize(
+    ("family", "target", "message"),
+    [
+        ("llama", "experts.down_proj", r"no stacks of experts \['experts.down_proj'\]; remove it"),
+        ("qwen3_moe", "experts.up_proj", r"'experts.up_proj'\]; use some of \['experts.down_proj', 'experts.gate_up"),
+        ("gpt_oss", "gate_up_proj_bias", "no stacks of experts"),
+        ("jamba", "conv1d.weight", "no stacks of experts"),
+    ],
+)
+def test_a_stack_that_the_model_does_not_have_is_refused(family, target, message, made):
+    folder = made(family, **FAMILIES.get(family, {}))
+    with pytest.raises(ConfigError, match=rf"lora.target_parameters = \('{target}',\): .*{message}"):
+        loaded(
+            folder,
+            lora=LoraConfig(target_modules="all-linear", target_parameters=(target,)),
+            attention="eager" if family == "gpt_oss" else "sdpa",
+        )
+
+
+@pytest.mark.parametrize("other", [{"variant": "dora"}, {"quantize": "nf4"}])
+def test_adapters_of_experts_have_one_form(other):
+    [(name, value)] = other.items()
+    with pytest.raises(ValidationError, match=f"{name} = '{value}': is not possible for adapters of experts"):
+        LoraConfig(target_parameters=EXPERTS, **other)
 
 
 @pytest.mark.parametrize(

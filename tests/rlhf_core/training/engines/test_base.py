@@ -93,10 +93,21 @@ def test_only_a_trained_model_checkpoints_its_activations(policy_spec):
     assert not open_engine(policy_spec, None, config).module.is_gradient_checkpointing
 
 
-def test_weights_of_4_bits_are_not_partitioned(policy_spec):
-    spec = replace(policy_spec, lora=LoraConfig(quantize="nf4"))
-    with pytest.raises(ConfigError, match=r"lora.quantize = 'nf4': ZeRO 3 cannot partition 4-bit weights"):
-        open_engine(spec, OptimizerConfig(), TrainerConfig(zero_stage=3))
+@pytest.mark.parametrize(
+    ("lora", "trainer", "message"),
+    [
+        ({"quantize": "nf4"}, {"zero_stage": 3}, "lora.quantize = 'nf4': ZeRO 3 cannot partition 4-bit weights"),
+        (
+            {"target_parameters": ("a.b",)},
+            {"liger": True},
+            r"lora.target_parameters = \('a.b',\): Liger computes experts",
+        ),
+    ],
+)
+def test_adapters_that_the_trainer_cannot_train_are_refused(policy_spec, lora, trainer, message):
+    spec = replace(policy_spec, lora=LoraConfig(**lora))
+    with pytest.raises(ConfigError, match=message):
+        open_engine(spec, OptimizerConfig(), TrainerConfig(**trainer))
 
 
 def test_kernels_that_do_not_run_here_are_refused_before_the_model_is_read():

@@ -62,6 +62,7 @@ AS_LLAMA = InitModel(
 )
 """For tolerances: a token meets two experts of a width of 48."""
 LORA = LoraConfig(rank=4, target_modules="all-linear")
+EXPERTS = LORA.model_copy(update={"target_parameters": ("experts.gate_up_proj", "experts.down_proj")})
 DORA = LORA.model_copy(update={"variant": "dora"})
 CASES = {
     "llama_lora": ("llama", "lm", LORA, "float32"),
@@ -74,6 +75,8 @@ CASES = {
     "mixtral": ("mixtral", "lm", None, "float32"),
     "gpt_oss": ("gpt_oss", "lm", None, "float32"),
     "gpt_oss_lora": ("gpt_oss", "lm", LORA, "bfloat16"),
+    "qwen3_moe_lora_experts": ("qwen3_moe", "lm", EXPERTS, "float32"),
+    "gpt_oss_lora_experts": ("gpt_oss", "lm", EXPERTS, "float32"),
     "jamba_lora": ("jamba", "lm", LORA, "float32"),
     # Has biases of its routers in float32 buffers, which stay so; Ernie has biases and routers in float32 parameters.
     "deepseek_v3": ("deepseek_v3", "lm", None, "bfloat16"),
@@ -83,8 +86,8 @@ IN_BFLOAT16 = {
     f"{family}_lora_bfloat16": (family, "lm", LORA, "bfloat16") for family in ("llama", "qwen3", "mixtral", "jamba")
 }
 """The other half of the families' dtypes, only with FULL=1. The cases above have both of Qwen3-MoE and gpt-oss."""
-RESUMED = ("llama_lora", "qwen3_moe_lora", "mixtral")
-ON_GPU = ("llama_dora", "qwen3_moe_lora", "deepseek_v3")
+RESUMED = ("llama_lora", "qwen3_moe_lora_experts", "mixtral")
+ON_GPU = ("llama_dora", "qwen3_moe_lora", "gpt_oss_lora_experts", "deepseek_v3")
 LEAVES = {"qwen2_moe", "qwen3_moe", "mixtral"}
 """Cases whose blocks of experts DeepSpeed makes leaf modules, which adds hooks that the checks of a model must not fire."""
 Runs = Callable[..., dict[str, list[Any]]]
