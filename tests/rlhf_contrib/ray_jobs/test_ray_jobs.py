@@ -96,7 +96,7 @@ class Flow:
         environment = {"RLHF_HOME": str(home.root), "RAY_ADDRESS": address, "PYTHONPATH": str(ROOT)}
         self._output = home.root / f"flow-{time.monotonic_ns()}.log"
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.job_flow", str(profile), str(home.root / GO)],
+            [sys.executable, "-m", "tests.rlhf_contrib.ray_jobs.job_flow", str(profile), str(home.root / GO)],
             stdout=self._output.open("wb"), stderr=subprocess.STDOUT, cwd=ROOT, env=inherited | environment,
         )  # fmt: skip
 
