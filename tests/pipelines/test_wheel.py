@@ -105,6 +105,15 @@ def test_a_shipped_profile_runs_without_the_clone(run):
     assert "sft: done" in run[1]
 
 
+@pytest.mark.engine
+@pytest.mark.slow
+def test_a_sweep_of_a_shipped_profile_runs_without_the_clone(environment, run):
+    words = ["sweep", "tiny/full", "--until", "sft", *OVERRIDES[:-2], "--grid", f"{OVERRIDES[-1]},2"]
+    words += ["--metric", "sft:eval/loss", "--direction", "min"]
+    said = rlhf(environment, run[0], *words)
+    assert "best: sft.loop.max_steps=" in said and "computed 1 stages (sft)" in said, said
+
+
 @pytest.mark.slow
 def test_the_base_install_has_no_engine_and_plans_explains_and_reads_the_store_of_a_run(base, run):
     [site] = base.glob("lib/python*/site-packages")

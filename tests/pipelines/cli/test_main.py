@@ -103,7 +103,10 @@ def test_a_full_disk_is_one_line_and_a_status_of_its_own(monkeypatch, capfd, err
             ["store", "push", "sft", "b", "--store", "away"],
             f"store = '{Path.cwd() / 'away'}': does not exist; name a store",
         ),
-        (["store", "ls", "--store", f"{__file__}/x"], f"store = '{__file__}/x': is below the file {__file__}; "),
+        (
+            ["store", "ls", "--store", f"{__file__}/x"],
+            f"store = '{__file__}/x': cannot be a folder ({__file__} is no folder); ",
+        ),
         (["store", "share", "--group", "nobody's"], 'group = "nobody\'s": there is no such group; '),
         (["worker", "--pool", "gpus", "--runs-at-once", "0"], "--runs-at-once = 0: must be >= 1; "),
         (["diff", "a", "b"], "diff = 'a': is no profile, no label or digest of an artifact, no folder"),
