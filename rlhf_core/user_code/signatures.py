@@ -18,6 +18,7 @@ from inspect import Parameter
 from typing import Any, TypeAlias
 
 from rlhf_core.processes.child import take_standard_streams
+from rlhf_core.secrets.redaction import hide_in_logs
 from rlhf_core.user_code.modules import load_callable
 from rlhf_core.user_code.sources import user_code_environment, user_modules
 from rlhf_core.user_code.syntax import parse_source
@@ -100,6 +101,7 @@ def _bare(arguments: ast.arguments) -> Callable[..., Any]:
 
 def main(spec: str) -> None:
     """Write the parameters, with None for each default."""
+    hide_in_logs()
     answers, _ = take_standard_streams()
     found = inspect.signature(load_callable("function", spec)).parameters
     plain = {

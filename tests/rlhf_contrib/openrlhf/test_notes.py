@@ -44,6 +44,7 @@ OTHER_THINGS = {
     "data.max_images_per_prompt": "max_prompt_tokens pairs_per_prompt prompt samples_per_prompt",
     "dataloader_num_workers": "train_workers workers",
     "disable_ds_ckpt": "checkpoint_every",
+    "ds.experts_implementation": "routed_experts",
     "flash_attn": "attention attention_fraction min_attention",
     "grad_accum_dtype": "dtype gradient_checkpointing max_grad_norm",
     "gradient_checkpointing_use_reentrant": "gradient_checkpointing max_grad_norm",
