@@ -194,7 +194,9 @@ def test_explain_names_what_the_key_cannot_see(here, capsys, monkeypatch):
     monkeypatch.chdir(here)
     store = ArtifactStore(here / "store")
     config = load_profile("tiny/full")
-    monkeypatch.setattr("pipelines.cli.plan_verbs.planned_stages", lambda options, *, here=True: (config, store, [stage]))
+    monkeypatch.setattr(
+        "pipelines.cli.plan_verbs.planned_stages", lambda options, *, here=True: (config, store, [stage])
+    )
     handle = PolicyRef(uri=f"store://{'a' * 64}", digest="a" * 64)
     record = SimpleNamespace(
         unseen=("reads /a/b.json",), to_json=dict, environment={}, failures={},
