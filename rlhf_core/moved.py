@@ -37,36 +37,20 @@ MOVED = {
     "stages.config": "stages",
 }
 """Former name of a module, or of a package with its modules -> the present one. 0.4 refuses the former names."""
-MOVED_NAMES: dict[str, dict[str, tuple[str, ...]]] = {
+MOVED_NAMES = {
     "rlhf_core.config.engines": {
-        "rlhf_core.config.models": (
-            "ALL_LINEAR",
-            "BaseModelConfig",
-            "GIVEN_TO_TEMPLATES",
-            "InitModel",
-            "PretrainedModel",
-        ),
-        "rlhf_core.config.runtime": (
-            "AnySamplerConfig",
-            "HFSamplerConfig",
-            "PoolConfig",
-            "PoolRole",
-            "RuntimeConfig",
-            "SamplerConfig",
-            "Url",
-            "VllmSamplerConfig",
-            "VllmServerSamplerConfig",
-            "dtype_of_gpus",
-        ),
+        "rlhf_core.config.models": "ALL_LINEAR BaseModelConfig GIVEN_TO_TEMPLATES InitModel PretrainedModel",
+        "rlhf_core.config.runtime": "AnySamplerConfig HFSamplerConfig PoolConfig PoolRole RuntimeConfig SamplerConfig Url "
+        "VllmSamplerConfig VllmServerSamplerConfig dtype_of_gpus",
     },
-    "rlhf_core.data.chat": {"rlhf_core.data.pieces": ("ANCHORS", "MARKS", "encode", "token_text")},
-    "rlhf_core.models.loading": {"rlhf_core.models.materialize": ("PAD_CANDIDATES", "materialize", "with_variables")},
-    "rlhf_core.rewards.judge": {"rlhf_core.rewards.verdicts": ("find_verdict",)},
+    "rlhf_core.data.chat": {"rlhf_core.data.pieces": "ANCHORS MARKS encode token_text"},
+    "rlhf_core.models.loading": {"rlhf_core.models.materialize": "PAD_CANDIDATES materialize with_variables"},
+    "rlhf_core.rewards.judge": {"rlhf_core.rewards.verdicts": "find_verdict"},
     "rlhf_core.store.fingerprint": {
-        "rlhf_core.stage.code": ("module_digests",),
-        "rlhf_core.user_code.syntax": ("functions_of", "imported_names", "parse_source", "top_level_names"),
+        "rlhf_core.stage.code": "module_digests",
+        "rlhf_core.user_code.syntax": "functions_of imported_names parse_source top_level_names",
     },
-    "rlhf_core.store.records": {"rlhf_core.stage.versions": ("environment", "other_versions", "versions")},
+    "rlhf_core.store.records": {"rlhf_core.stage.versions": "environment other_versions versions"},
 }
 """Module -> modules that have names of it now -> these names. Each calls `moved_names`. 0.4 refuses them there."""
 
@@ -85,7 +69,7 @@ def moved(former: str) -> None:
 
 def moved_names(former: str) -> Callable[[str], Any]:
     """The `__getattr__` of a module: names that it has lost to other modules, with one warning each."""
-    places = {name: present for present, names in MOVED_NAMES[former].items() for name in names}
+    places = {name: present for present, names in MOVED_NAMES[former].items() for name in names.split()}
 
     def moved_name(name: str) -> Any:
         if name not in places:

@@ -51,7 +51,7 @@ def plan(options: argparse.Namespace) -> None:
         )
         return
     for line in drawn(config.steps()) if config.recipe or config.rounds else ():
-        print_line(console, line)
+        print_wrapped(console, line)
     print_decisions([(stage.label, stage.decision) for stage in planned], console)
     for line, labels in notes.items():
         print_wrapped(console, f"{', '.join(labels)}: {line}")

@@ -48,7 +48,8 @@ def plan_run(
 
     Raises ConfigError for a store that this user cannot write to.
     """
-    check_writable(store.root)
+    if here:  # else it is only looked at
+        check_writable(store.root)
     options = still_forced(options, config, store)
     until, force, strict = options.until, options.force, options.strict
     return plan(config, store, pipeline=pipeline, until=until, force=force, strict=strict, here=here)

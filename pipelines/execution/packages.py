@@ -22,6 +22,7 @@ from rlhf_core.config.engines import TrainerConfig
 from rlhf_core.config.models import LoraConfig
 from rlhf_core.config.runtime import VllmSamplerConfig
 from rlhf_core.errors import ConfigError, explain
+from rlhf_core.schema.secrets import resolved
 from rlhf_core.stage.key import StageSpec
 
 
@@ -117,7 +118,11 @@ def parts_of(value: Any, path: str) -> Iterator[tuple[str, BaseModel]]:
 def _missing_program(part: BaseModel, key: str) -> Iterator[str]:
     option, program, path = "", "python", None
     if isinstance(part, ProgramAgent):
-        option, program, path = "command", part.command[0], part.variables.get("PATH")
+        option, program, path = (
+            "command",
+            part.command[0],
+            resolved(part.variables.get("PATH"), f"{key}.variables.PATH"),
+        )
     elif isinstance(part, VerifiersAgent):
         option, program = "python", part.python
     if program != "python" and shutil.which(program, path=path) is None:  # `python` is the interpreter of the run

@@ -147,6 +147,7 @@ def register(runner: Runner, home: Home) -> None:
         }
         kept = read_json(note)
         if kept is None or kept["version"] != version or not found.keys() >= set(kept["names"]):
+            note.unlink(missing_ok=True)  # until all are made whole
             found = apply(client, [claim(one, home) for one in deployments(version)], version)
             kept = {"version": version, "names": list(found)}
             write_json(note, kept)

@@ -98,8 +98,8 @@ def _parsed(body: str) -> ToolCall:
     name = encodable(call["name"])
     try:
         arguments = call_arguments(call)
-    except DataError as error:
-        return ToolCall(name, {}, str(error))
+    except DataError:
+        return ToolCall(name, {}, "the arguments are given twice, or under another name than 'arguments'")
     arguments = {} if arguments is None and call.keys() <= {"name", "id", "type"} else arguments
     if not isinstance(arguments, dict):
         return ToolCall(name, {}, "the arguments must be an object")

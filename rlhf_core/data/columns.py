@@ -302,8 +302,13 @@ JUDGED_FORMATS = ("messages", "text", "alpaca", "prompt_completion", "question_a
 """Formats of one answer, on which a label may be a verdict."""
 
 _YES_NO = ("yes", "no", "true", "false")
-_FAULTS = ("toxic", "toxicity", "harm", "hallucination", "hallucinated", "spam", "error")
+_FAULTS = re.compile(
+    r"toxic(ity)?|harms?|hallucinat(ions?|ed)|spam|errors?|flagged|insults?|jailbreak(s|ing)?|nsfw|offensive|hate"
+    r"|violations?|misleading|refusals?|inappropriate|dangerous|low"
+)
 """Further words in the name of a column that holds whether an answer is bad."""
+_CLEARS = ("not", "non", "no", "free", "without")
+"""Words with which such a name says that an answer is good: `not_toxic`, `error_free`."""
 _NUMBERS = ("0", "0.0", "1", "1.0", "-1", "-1.0")
 _WRITTEN_AS_FLOAT = re.compile(r"-?\d+\.0")
 _NO_NUMBER = ("nan", "<na>", "null", "none")
@@ -341,14 +346,14 @@ def label_reading(source: Source, format_name: str, rows: Iterable[Row]) -> Labe
     """
     reading = _label_reading(source, format_name, rows)
     words = re.split(r"[\W_]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", source.columns.label).lower())
-    if reading == "verdict" and any(
-        word in _FAULTS or (worth(word) is False and word not in _YES_NO) for word in words
-    ):
-        said = {spelling(label) for row in rows if (label := verdict_of(row)) is not None}
-        if said <= {*_YES_NO, *_NUMBERS}:
-            rule = f"the name says what is bad, and {', '.join(sorted(said))} whether it is: they would be read as the reverse"
-            remedy = "write 'desirable' or 'undesirable' into each row"
-            raise DataError(f"data.sources[{source.name}].columns.label", source.columns.label, rule, remedy)
+    said = {spelling(label) for row in rows if (label := verdict_of(row)) is not None} & {*_YES_NO, *_NUMBERS}
+    faults = any(_FAULTS.fullmatch(word) or worth(word) is False for word in words)
+    if reading == "verdict" and said and faults and not any(word in _CLEARS or worth(word) for word in words):
+        rule = (
+            f"the name says what is bad, and {', '.join(sorted(said))} whether it is: they would be read as the reverse"
+        )
+        remedy = "write 'desirable' or 'undesirable' into each row"
+        raise DataError(f"data.sources[{source.name}].columns.label", source.columns.label, rule, remedy)
     return reading
 
 

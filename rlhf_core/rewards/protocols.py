@@ -203,13 +203,20 @@ def check_arguments(
         known = {*columns_of([]), *_TRL, *_GIVEN[chosen], *arguments}
         missing = [name for name in required if fields is not None and name not in {*known, *fields}]
     unnamed = [name for name, one in parameters.items() if one.kind is one.POSITIONAL_ONLY and one.default is one.empty]
+    shown = f"({', '.join(parameters)})"
     if unnamed[given or 0 :]:
         rule = f"arguments are passed by name, which its parameter {unnamed[-1]!r} does not take"
-        raise ConfigError("function", f"({', '.join(parameters)})", rule, "remove the / after it")
+        raise ConfigError("function", shown, rule, "remove the / after it")
     if missing:
         rule = f"nothing gives its parameter {missing[0]!r}"
-        remedy = f"set arguments.{missing[0]}, give the parameter a default, or make it a field of the labels"
-        raise ConfigError("function", f"({', '.join(parameters)})", rule, remedy)
+        label = ", or make it a field of the labels" if given is None else ""
+        raise ConfigError("function", shown, rule, f"set arguments.{missing[0]}, give the parameter a default{label}")
+    if given is not None:
+        try:
+            inspect.Signature(list(parameters.values())).bind(*[None] * given, **arguments)
+        except TypeError as error:
+            rule = f"the protocol {chosen!r} passes {given} in order: {error}"
+            raise ConfigError("function", shown, rule, "take them so, or set protocol") from None
     return chosen
 
 
@@ -222,8 +229,9 @@ def protocol_of(parameters: Mapping[str, inspect.Parameter], arguments: Mapping[
     ]
     if named[:1] == ["generations"]:
         return "generations"
-    if "queries" in named:
-        return "openrlhf"
+    places = enumerate(("queries", "prompts", "labels"))
+    if "queries" in named and all(named.index(name) == at for at, name in places if name in named):
+        return "openrlhf"  # which passes them in this order
     if "labels" in named or "generations" in named:
         return "columns"
     if _TRL & set(named):

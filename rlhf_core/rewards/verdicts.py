@@ -15,7 +15,7 @@ from rlhf_core.text import fold
 
 _UNIT = r"(?:(?:points?|pts?|marks?|stars?|punkte?n?|puntos?|punti)(?![^\W_])|[分点점★⭐])"
 _DIGITS = r"(?:(?<!\d)\d++(?:[.,]\d++)?(?:e[-+]?\d++)?)"
-_RANGE = rf"(?:{_DIGITS}\s*(?:-|to|[–—…,]|\.\.+|and)[\s-]*)"
+_RANGE = rf"(?:[-+]?{_DIGITS}\s*(?:-|to|[–—…,]|\.\.+|and)[\s+-]*)"
 _NAMES = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 _WORDS = {word: number for number, word in enumerate(_NAMES, 1)} | {"twenty": 20, "fifty": 50, "hundred": 100}
 _BEST = r"(?:best|max\w*|highest|top|perfect)"
@@ -28,7 +28,7 @@ _SCALE = re.compile(
     r"|out|over|divided\s+by|on|von|van|aus|sur|sobre|de|su|из|in|auf)"
     r"\s*:?(?:\s+(?:an?|one|the|possible|max\w*|total|of)(?![^\W_])){0,4}\s+|[满滿]分|up\s+to"
     rf"|(?:scale|range|between|at\s+most|{_BEST})\.?(?:\s+(?:score|points?|rating|possible|of|from|is)){{0,4}}\s*[:=,]?"
-    rf"|[\[(∈]\s*(?={_RANGE}))\s*{_RANGE}?[\s-]*(?P<top>{_TOP})"
+    rf"|[\[(∈]\s*(?={_RANGE}))\s*{_RANGE}?[\s+-]*(?P<top>{_TOP})"
     r"|(?P<percent>%|(?<![^\W_])(?:per\s?cent(?:age|ile)?|pct|prozent)(?![^\W_])))"
     rf"(?:[\s-]*(?:{_UNIT}|possible|likert|scale))*"
     rf"|(?:{_RANGE})?(?P<last>{_TOP})[\s-]*(?:(?:{_UNIT}[\s-]*)?(?:scale|likert|[满満]点|[满滿]分)"
@@ -38,7 +38,8 @@ _SCALE = re.compile(
 """A scale, named by its highest score, perhaps with the score `again`: `/10`, `(0-10)`, `10 is best`, `(8/10)`, `80%`."""
 _COUNT = re.compile(
     r"(?<![-+*×=/~±.,\d])(?<![-+*×=/~±]\s)"
-    r"(?:(?:step|line|part|criteri(?:on|a)|paragraph|question|section|item|example|fact|sentence|claim)s?"
+    rf"(?:{_DIGITS}\s*(?:=|:|is|being|means)\s*(?:the\s+)?(?:worst|bad|poor|lowest|min\w*|wrong)"
+    r"|(?:step|line|part|criteri(?:on|a)|paragraph|question|section|item|example|fact|sentence|claim)s?"
     rf"\s+{_DIGITS}|{_DIGITS}(?:\s*%\s*(?:of\s+)?(?!{_BEST}|{_UNIT}|overall)[^\W\d_]{{3,}}"
     rf"|\s+{_UNIT}\s+(?:off|lost|deducted|missing)|(?:\s*(?:/|(?:out\s+)?of)\s*(?:the\s+|its\s+|all\s+)?{_DIGITS})?"
     rf"\s+(?:[^\W\d_]+\s+)?(?!{_UNIT}|(?:\w?[ai]s|this|plus|minus|less)\b)"
@@ -52,6 +53,7 @@ _GOES_ON = re.compile(
     rf"\d+\s+(?!{_UNIT}|{_BEST}|possible)[^\W\d_])|(?:(?:score|rating)\s+)?(?:on\s+an?"
     rf"|(?:(?:the|my|i\s+use)\s+)?(?:an?\s+)?scale|range|{_BEST}|per\s?cent\w*"
     r"|no|actually|rather|or|oops|wait|sorry|hmm|i\s+mean|make\s+that|scratch\s+that|correction"
+    r"|on\s+reflection|edit|let\s+me\s+(?:revise|correct)|i\s+(?:change|revise)|after\s+\w+\s*:|(?:score|rating|grade)\s*[:=]"
     r"|(?:final|total|overall|adjusted|revised)(?:\s+\w+)?\s*[:=])(?![^\W_]))",
     re.IGNORECASE,
 )
@@ -66,7 +68,22 @@ _EXPLAINS = re.compile(
 )
 """What may come after a score: nothing, a mark, or a word that begins an explanation."""
 _UNREAD = re.compile(r"\d|\b(?:half|hundred|thousand|million|tenths|hundredths)\b|[½¼¾‰°€£¥]", re.IGNORECASE)
-_OTHER_SCORE = re.compile(r"(?:max(?:imum)?\.?|possible|perfect|full)[\s*_]+(?:possible[\s*_]+)?$", re.IGNORECASE)
+_SPELLED = re.compile(rf"\b(?:zero|{'|'.join(_WORDS)})\b", re.IGNORECASE)
+_FULL = re.compile(
+    rf"\W*(?:{_UNIT}\W*)?(?:the\s+)?(?:{_BEST}|full)(?:\s+(?:score|marks?|rating|points?))?\s*(?:[).,;!]|$)",
+    re.IGNORECASE,
+)
+"""After a score: the word that it is the highest."""
+_OTHER_SCORE = re.compile(
+    r"(?:max(?:imum)?\.?|min(?:imum)?|pass(?:ing)?|top|best|highest|possible|perfect|full)[\s*_]+(?:possible[\s*_]+)?$",
+    re.IGNORECASE,
+)
+_ASPECT = re.compile(
+    r"(?<![^\W_])(?:sub|not|style|clarity|accuracy|grammar|tone|format\w*|fluency|relevance|coherence|helpfulness|safety"
+    r"|harmlessness|honesty|truthfulness|depth|creativity|conciseness|completeness|readability|originality)[\s*_]*$",
+    re.IGNORECASE,
+)
+"""Before `score`: a part of what is judged. After the whole score it changes nothing, as a weighted score would."""
 _NAMED_SCORE = re.compile(
     r"(?<![^\W_])(?!(?:the|an?|my|your|its|this|is|give|final|overall|total|revised|updated|corrected|new"
     r"|so|thus|therefore|hence|and|with|answer|response)[\s*_]+$)[^\W\d_]+[\s*_]*$",
@@ -116,7 +133,7 @@ def read_scores(
     _without_scales(around, high)
     given = found
     if isinstance(found, str):
-        listed = fold(found).strip(" \t*_`[](){}.")
+        listed = fold(found).rstrip(" .").strip(" \t*_`[](){}")
         commas = "," if not _SEPARATOR.search(listed) else None
         given = listed.split(commas) if commas and "," in listed else _SEPARATOR.split(listed)
         given = listed.split() if len(given) == 1 else given
@@ -151,8 +168,16 @@ def read_number(text: str, *, low: float, high: float) -> float:
         raise ValueError(f"the judge's score {shown!r} is not a number")
     value = _plain(number[0])
     first, *later = _STATEMENT.split(text[number.end() :])
-    left = _without_scales(" ; ".join([first, *filter(_GOES_ON.match, later)]), high, value)
-    if re.fullmatch(r"[-+]?[1-9]\d{0,2},\d{3}", number[0]) or not _EXPLAINS.match(left) or _UNREAD.search(left):
+    more = [one for one in later if _GOES_ON.match(one)]
+    left = _without_scales(" ; ".join([first, *more]), high, value)
+    if value != high and _FULL.match(first):
+        raise ValueError(f"the judge's score {shown!r} is its highest; scores go up to {high:g}")
+    if (
+        any(map(_SPELLED.search, more))
+        or re.fullmatch(r"[-+]?[1-9]\d{0,2},\d{3}", number[0])
+        or not _EXPLAINS.match(left)
+        or _UNREAD.search(left)
+    ):
         raise ValueError(f"the judge's score {shown!r} can be read in several ways; give one number")
     return value
 
@@ -189,7 +214,9 @@ def _locate(text: str, verdict: PatternVerdict | JsonVerdict, *, whole: bool) ->
     lines = [(one, before) for one, before in lines if not _OTHER_SCORE.search(before)]
     named = [one for one, before in lines if _SCORE.match(one[0]) and _NAMED_SCORE.search(before)]
     found = [one for one, _ in lines if one not in named] or named
-    if not found or found[-1][1] is None or (found == named and len({one[1] for one in named}) > 1):
+    late = [one for one, before in lines if found and one.start() >= found[-1].start() and not _ASPECT.search(before)]
+    after = named if found == named else late  # an average, or a correction
+    if not found or found[-1][1] is None or len({one[1] for one in [found[-1], *after]}) > 1:
         return None, "", ""
     start, end = found[-1].span(1)
     if whole and re.search(r"\d[.,]?$", spoken[:start]) and spoken[start].isdigit():
@@ -209,6 +236,8 @@ def _found(text: str, verdict: PatternVerdict | JsonVerdict, high: float, *, who
                 raise ValueError(f"the judge's score is on another scale: {name} is {value!r}, not {high:g}")
     *earlier, last = _STATEMENT.split(_unmarked(before))
     first, *later = _STATEMENT.split(_unmarked(after))
+    if any(_UNREAD.search(_without_scales(one, high)) for one in (first, *later) if _GOES_ON.match(one)):
+        raise ValueError(f"the judge's answer goes on with another score: {after[:80]!r}")
     return found, " ; ".join([*filter(_GOES_ON.match, earlier), last, first, *filter(_GOES_ON.match, later)])
 
 

@@ -65,7 +65,7 @@ _TOKEN_AS_USER = 16
 _NAMED = re.compile(
     r"""
     (?<![\w-]) (?P<name> (?P<option>--?)? [A-Za-z][\w-]{2,60}+ )
-    (?P<between> \\?["']? \s{0,3} (?: [:=] | %3[AaDd] | , (?=\s{0,3}b?\\?["']) | (?(option) \s (?=[^\s-]) | (?!) ) ) \s{0,3} )
+    (?P<between> \\?["']? [ \t]{0,3} (?: : | %3[AaDd] | (?<=[a-z"'\s]) = | , (?=\s{0,3}b?\\?["']) | (?(option) \s (?=[^\s-]) | (?!) ) ) [ \t]{0,3} | = )
     (?: b?\\?["'] (?P<quoted> [^"'\\]{1,4000} )
       | (?P<bare> (?: (?i:apikey|aws4-hmac-sha256|basic|bearer|digest|key|negotiate|token)\s )? [^\s"'&,;(){}\[\]<>|\\]{1,1000} ) )
     """,
@@ -254,8 +254,10 @@ def _is_named_secret(found: re.Match[str], value: str) -> bool:
     is_parameter = in_query and name.rpartition("-")[2].lower() in _SECRET_PARAMETERS
     if not (is_parameter or is_secret_name(name)) or _NO_VALUE.match(value) or REFERENCE_INSIDE.search(value):
         return False
+    if (in_query and between[-1] == " ") or (name.lower().endswith("token") and _TOKEN_OF_A_TEXT.search(value)):
+        return False
     *_, before, last = ["", "", *(word.lower() for word in _WORD.findall(name))]
-    if last in ("credential", "credentials") and value.startswith(("/", "~", "./", "../")):
+    if last in ("credential", "credentials", "pwd") and value.startswith(("/", "~", "./", "../")):
         return False
     if "," in between and not ("-" in found["name"] or found.string[found.end("between")] == "b"):
         return False  # two words of a list, and no header or option

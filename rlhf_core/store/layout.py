@@ -108,10 +108,8 @@ def check_schema(root: Path) -> None:
     """
     marker = root / MARKER
     with naming_disk_errors(root):
-        for path in (root, *root.parents):
-            if path.is_file():
-                rule = "is a file" if path == root else f"is below the file {path}"
-                raise ArtifactError("store", str(root), rule, "name a folder")
+        if root.is_file():
+            raise ArtifactError("store", str(root), "is a file", "name a folder")
         stored = read_json(marker)
         schema = 1 if stored is None and not marker.exists() else (stored or {}).get("schema")
     if not isinstance(schema, int):

@@ -46,10 +46,10 @@ def loaded_parameters(spec: str) -> Parameters | None:
     environment = user_code_environment() | {"CUDA_VISIBLE_DEVICES": ""}
     try:
         ended = subprocess.run(command, env=environment, capture_output=True, timeout=LOAD_TIMEOUT_S, check=True)
-    except subprocess.SubprocessError:
+        found: Parameters = pickle.loads(ended.stdout)
+    except (subprocess.SubprocessError, EOFError, pickle.UnpicklingError):  # of a file that ends the process
         logger.info("%s: its parameters are known when its stage loads it", spec)
         return None
-    found: Parameters = pickle.loads(ended.stdout)
     return found
 
 

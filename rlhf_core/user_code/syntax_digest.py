@@ -8,6 +8,7 @@ from rlhf_core.store.fingerprint import sha256_text
 
 LOGGERS = ("log", "logger", "logging", "warnings")
 LOG_METHODS = ("debug", "info", "warning", "error", "exception", "critical", "log", "warn")
+_ALL_LOCALS = ("locals", "vars", "eval", "exec")
 READERS = ("__doc__", "getdoc")
 """Names with which a module reads docstrings while it runs; they may be prompts then."""
 
@@ -36,7 +37,7 @@ def digest_without_texts(tree: ast.Module) -> str:
             text.value = ""
         elif isinstance(text, ast.JoinedStr):
             text.values = [value for value in text.values if isinstance(value, ast.FormattedValue)]
-    names = {getattr(node, "attr", getattr(node, "id", None)) for node in nodes}
+    names = {getattr(node, "attr", getattr(node, "id", getattr(node, "value", None))) for node in nodes}
     return sha256_text(syntax_text(tree, docstrings=not names.isdisjoint(READERS)))
 
 
@@ -68,13 +69,15 @@ def syntax_text(node: ast.AST, *, docstrings: bool) -> str:
 
 def _messages(node: ast.AST) -> Iterator[ast.expr]:
     """The expressions of a node whose texts are messages."""
-    if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
-        yield from _arguments(node.exc)
-    elif isinstance(node, ast.Assert) and node.msg is not None:
+    if isinstance(node, ast.Assert) and node.msg is not None:
         yield node.msg
     elif isinstance(node, ast.Call):
         name, of = _name(node.func), _name(getattr(node.func, "value", None))
-        if name.endswith("Error") or name == "explain" or (name in LOG_METHODS and of.lower().strip("_") in LOGGERS):
+        if (
+            (name.endswith("Error") and name[0].isupper())
+            or name == "explain"
+            or (name in LOG_METHODS and of.lower().strip("_") in LOGGERS)
+        ):
             yield from _arguments(node)
 
 
@@ -109,6 +112,8 @@ def _local_messages(function: ast.AST, read: set[int]) -> Iterator[ast.expr]:
     plain = {id(target) for targets, _ in assigned for target in targets}
     other = {node.id for node in names if id(node) not in (read if isinstance(node.ctx, ast.Load) else plain)}
     other |= {name for node in nodes if isinstance(node, (ast.Global, ast.Nonlocal)) for name in node.names}
+    if any(isinstance(node, ast.ClassDef) for node in nodes) or not other.isdisjoint(_ALL_LOCALS):
+        return
     for targets, value in assigned:
         if {target.id for target in targets if isinstance(target, ast.Name)}.isdisjoint(other):
             yield from _texts(value)

@@ -12,7 +12,7 @@ from rlhf_core.moved import MOVED_NAMES
 def test_names_that_a_module_has_lost_work_with_one_warning_each_that_names_the_new_place(former):
     module = importlib.import_module(former)
     for present, names in MOVED_NAMES[former].items():
-        for name in names:
+        for name in names.split():
             vars(module).pop(name, None)
             with pytest.warns(FutureWarning, match=f"{former}.{name} is now {present}.{name}; the former name") as said:
                 found = getattr(module, name)

@@ -374,13 +374,15 @@ def test_where_only_one_reading_is_of_use_it_is_taken():
     ("name", "refused"),
     [
         ("is_toxic", True), ("harmful", True), ("isUnsafe", True), ("rejected", True), ("answer.wrong", True),
+        ("flagged", True), ("has_errors", True), ("is_false", True), ("jailbreaking", True),
         ("", False), ("good", False), ("is_correct", False), ("no_help", False), ("label", False),
+        ("not_toxic", False), ("error_free", False), ("like_dislike", False),
     ],
 )  # fmt: skip
 def test_true_in_a_column_that_says_what_is_bad_is_no_praise(name, refused):
     column = source(label_coding="verdict", columns={"label": name})
     assert label_reading(column, "messages", rows("desirable", "undesirable")) == "verdict"  # words say it themselves
-    for labels in ((True, False), ("yes", "no"), (1, 0), (1, -1, None)):
+    for labels in ((True, False), ("yes", "no"), (1, 0), (1, -1, None), (True, False, "unknown")):
         if not refused:
             assert label_reading(column, "messages", rows(*labels)) == "verdict"
             continue

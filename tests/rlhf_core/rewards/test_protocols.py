@@ -372,6 +372,24 @@ def test_a_function_of_no_protocol_is_refused():
         adapt(lambda data_source, solution_str: 0.0, protocol="auto", arguments={})
 
 
+@pytest.mark.parametrize(
+    "function",
+    [lambda queries: [], lambda queries, prompts: [], lambda *, generations: [], partial(lambda a: [], None)],
+)
+def test_a_function_that_cannot_take_what_its_protocol_passes_is_refused(function):
+    with pytest.raises(ConfigError, match="in order: "):
+        adapt(function, protocol="generations" if isinstance(function, partial) else "auto", arguments={})
+
+
+def test_queries_in_another_place_are_not_openrlhfs():
+    def reward(prompts: list[str], queries: list[str], labels: list[str]) -> list[float]:
+        return []
+
+    assert (
+        adapt(reward, protocol="auto", arguments={}).protocol == "columns"
+    )  # which has no queries: refused at the plan
+
+
 def test_a_label_cannot_take_the_place_of_a_completion():
     def reward(completions: list[Any], completion_ids: list[Any], **kwargs: Any) -> list[float]:
         assert completions == ["4"]

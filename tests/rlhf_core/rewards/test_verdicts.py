@@ -332,3 +332,49 @@ def test_other_numbers_beside_the_score_are_ignored(text):
 def test_a_long_reply_is_read_in_linear_time(rest):
     with pytest.raises(ValueError, match="score"):  # with nested repetitions this takes hours
         read_number(f"8 {rest} 9", low=0, high=10)
+
+
+@pytest.mark.parametrize(
+    ("text", "high"),
+    [
+        ("Score: 3. After checking, I settle on Score: 8", 10),
+        ("Clarity - Score: 3\nAccuracy - Score: 9\nWeighted Score: 6", 10),
+        ("Score: 3\nAverage Score: 8", 10),
+        ("Answer A Score: 8\nAnswer B Score: 3", 10),
+        ("Score: 4. No, three.", 10),
+        ("Score: 1. No, zero.", 1),
+        ("Score: 5. On reflection, 3.", 10),
+        ("Score: 5\nRating: 3", 10),
+        ("Score: 5 (perfect score)", 10),
+        ("Score: 5, the maximum", 10),
+        ("Score: 1 (full marks)", 10),
+    ],
+)
+def test_a_score_that_a_later_word_changes_is_asked_for_again(text, high):
+    with pytest.raises(ValueError, match="judge's"):
+        read_score(text, PatternVerdict(), low=0, high=high)
+
+
+@pytest.mark.parametrize("after", ["No wait: 6", "\nActually 6.", "\n\nCorrection: 6", "// out of 100"])
+def test_an_object_that_a_later_word_changes_is_asked_for_again(after):
+    with pytest.raises(ValueError, match="judge's"):
+        read_score(f'{{"score": 8}} {after}', JsonVerdict(), low=0, high=10)
+    assert read_score('{"score": 8}\nThe answer has 2 errors.', JsonVerdict(), low=0, high=10) == 8.0
+
+
+@pytest.mark.parametrize(
+    ("text", "low", "high", "score"),
+    [
+        ("Score: 1 (on a scale from -1 to 1)", -1, 1, 1.0),
+        ("Score: -1 (on a scale of -1 to +1)", -1, 1, -1.0),
+        ("Score: -0.5 (range [-1, 1])", -1, 1, -0.5),
+        ("Score: 4 (1 = worst, 5 = best)", 1, 5, 4.0),
+        ("Score: 10 (full marks)", 0, 10, 10.0),
+    ],
+)
+def test_a_scale_with_both_ends_is_understood(text, low, high, score):
+    assert read_score(text, PatternVerdict(), low=low, high=high) == score
+
+
+def test_scores_may_begin_with_a_point():
+    assert read_scores("Scores: .8, .9", PatternVerdict(pattern=r"Scores: (.*)"), count=2, low=0, high=1) == [0.8, 0.9]

@@ -116,6 +116,12 @@ def test_a_credential_is_hidden_in_the_forms_of_headers_addresses_options_and_se
             "--api-key must be set",
             "secret = None, token=True",
             "columns ('password', 'user')",
+            "HF_TOKEN=\nHOME=/root2",
+            "api_key:\n2026-11-30 started",
+            "MLFLOW_TRACKING_TOKEN= URL2=x",
+            "GET /x?token= HTTP/1.1",
+            "PWD=/work2",
+            "{'boi_token': '<start_of_image_2>'}",
         ),
         *(
             "Logprob(decoded_token='Hello', token='yes')",

@@ -79,18 +79,17 @@ def test_words_of_users_count_in_functions_and_in_stages_by_path(ends, tmp_path)
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        ('raise X("a") from e', 'raise X("b") from e'),
-        ('raise refused(folder, "a", remedy="b")', 'raise refused(folder, "c", remedy="d")'),
-        ('raise X(f"{x} is {y:.2f}")', 'raise X(f"got {x}, {y:.2f}")'),
-        ('raise X("a" if x else "b")', 'raise X("c" if x else "d")'),
-        ('raise X("%s rows" % n + ", ".join(n))', 'raise X("rows: %s" % n + "; ".join(n))'),
-        ('raise X("{} rows".format(n))', 'raise X("rows: {}".format(n))'),
+        ('raise XError("a") from e', 'raise XError("b") from e'),
+        ('raise XError(f"{x} is {y:.2f}")', 'raise XError(f"got {x}, {y:.2f}")'),
+        ('raise XError("a" if x else "b")', 'raise XError("c" if x else "d")'),
+        ('raise XError("%s rows" % n + ", ".join(n))', 'raise XError("rows: %s" % n + "; ".join(n))'),
+        ('raise XError("{} rows".format(n))', 'raise XError("rows: {}".format(n))'),
         ('def f():\n return DataError("a")', 'def f():\n return DataError("b")'),
         ('assert x, "a"', 'assert x, "b"'),
         ('self._log.info("a", x)', 'self._log.info("b", x)'),
         ('warnings.warn("a", Z)', 'warnings.warn("b", Z)'),
         ('logging.getLogger("a")', 'logging.getLogger("a")  # b'),
-        ('def f():\n rule, remedy = "a", "b"\n raise X(rule, remedy)', 'def f():\n rule, remedy = "c", "d"\n raise X(rule, remedy)'),
+        ('def f():\n rule, remedy = "a", "b"\n raise XError(rule, remedy)', 'def f():\n rule, remedy = "c", "d"\n raise XError(rule, remedy)'),
         ('class A:\n "a"\n x = 1\n "b"', 'class A:\n x = 1\n "c"'),
     ],
 )  # fmt: skip
@@ -101,22 +100,37 @@ def test_messages_and_docstrings_do_not_count(one, other):
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        ('raise X(f"{x}")', 'raise X(f"{y}")'),
-        ('raise X(f"{x:.2f}")', 'raise X(f"{x:.3f}")'),
-        ("raise X(f\"{x['a']}\")", "raise X(f\"{x['b']}\")"),
-        ('raise X(f"{x}{y}")', 'raise X(f"{y}{x}")'),
-        ('raise X("a")', 'raise Y("a")'),
-        ('raise X(1, "a")', 'raise X(2, "a")'),
+        ('raise XError(f"{x}")', 'raise XError(f"{y}")'),
+        ('raise XError(f"{x:.2f}")', 'raise XError(f"{x:.3f}")'),
+        ("raise XError(f\"{x['a']}\")", "raise XError(f\"{x['b']}\")"),
+        ('raise XError(f"{x}{y}")', 'raise XError(f"{y}{x}")'),
+        ('raise XError("a")', 'raise YError("a")'),
+        ('raise XError(1, "a")', 'raise XError(2, "a")'),
         ('raise ERRORS["a"]', 'raise ERRORS["b"]'),
-        ('raise X(moved("a"))', 'raise X(moved("b"))'),  # its result is in the message; its effect is not
+        ('raise XError(moved("a"))', 'raise XError(moved("b"))'),  # its result is in the message; its effect is not
         ('math.log("a")', 'math.log("b")'),
+        ('raise RequestRefused("busy", "a")', 'raise RequestRefused("mixed", "a")'),  # a code that is answered
+        ('raise StopIteration("a")', 'raise StopIteration("b")'),
+        ('x = toError("a")', 'x = toError("b")'),
+        ('def f():\n class A:\n  kind = "a"\n return A', 'def f():\n class A:\n  kind = "b"\n return A'),
+        ('def f():\n mode = "a"\n return locals()', 'def f():\n mode = "b"\n return locals()'),
+        ('def f():\n "a"\nprompt = getattr(f, "__doc__")', 'def f():\n "b"\nprompt = getattr(f, "__doc__")'),
         ('logging.getLogger("a")', 'logging.getLogger("b")'),
         ('print("a")', 'print("b")'),
-        ('def f():\n rule = "a"\n use(rule)\n raise X(rule)', 'def f():\n rule = "b"\n use(rule)\n raise X(rule)'),
-        ('def f():\n rule = move("a")\n raise X(rule)', 'def f():\n rule = move("b")\n raise X(rule)'),
-        ('def f():\n rule = "a"\n rule += y\n raise X(rule)', 'def f():\n rule = "b"\n rule += y\n raise X(rule)'),
-        ('def f():\n global R\n R = "a"\n raise X(R)', 'def f():\n global R\n R = "b"\n raise X(R)'),
-        ('RULE = "a"\ndef f():\n raise X(RULE)', 'RULE = "b"\ndef f():\n raise X(RULE)'),  # others may import it
+        (
+            'def f():\n rule = "a"\n use(rule)\n raise XError(rule)',
+            'def f():\n rule = "b"\n use(rule)\n raise XError(rule)',
+        ),
+        ('def f():\n rule = move("a")\n raise XError(rule)', 'def f():\n rule = move("b")\n raise XError(rule)'),
+        (
+            'def f():\n rule = "a"\n rule += y\n raise XError(rule)',
+            'def f():\n rule = "b"\n rule += y\n raise XError(rule)',
+        ),
+        ('def f():\n global R\n R = "a"\n raise XError(R)', 'def f():\n global R\n R = "b"\n raise XError(R)'),
+        (
+            'RULE = "a"\ndef f():\n raise XError(RULE)',
+            'RULE = "b"\ndef f():\n raise XError(RULE)',
+        ),  # others may import it
         ('def f():\n "a"\nprompt = f.__doc__', 'def f():\n "b"\nprompt = f.__doc__'),
         ('"a"\nprompt = __doc__', '"b"\nprompt = __doc__'),
         ('def f():\n "a"\nprompt = inspect.getdoc(f)', 'def f():\n "b"\nprompt = inspect.getdoc(f)'),
