@@ -147,6 +147,9 @@ def run_recorded(
 
     `runtime` holds engines that outlive the run.
     """
+    # MLflow and Prefect import it late. If two threads do so at once, an import may fail.
+    import fastapi.encoders  # noqa: F401
+
     threading.Thread(target=import_tracker, args=(home,), daemon=True, name="import-tracker").start()
     tracker = open_tracker(config, home)
     with open_run(
