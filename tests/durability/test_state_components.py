@@ -402,6 +402,7 @@ NO_PART = {
     "random_state_N.pt": "no layer draws numbers while it trains; tests/rlhf_core/training/test_state.py",
     "episode.failure": "is sampled again; test_episodes_that_all_failed_are_not_kept_in_a_checkpoint_for_ever",
     "episode.score": "decides about groups of dynamic sampling, which draws nothing ahead; tests/rlhf_core/data/test_shards.py",
+    "episode.routed_experts": "of single answers drawn ahead: test_a_resumed_run_replays_the_same_experts",
     "attempt/rollouts": "a copy that saves sampling: test_rollouts_made_since_the_last_checkpoint_are_not_made_again",
     "attempt/reference": "is written anew from the checkpoint",
     "attempt/reference_logprobs_eval.json": "is computed again",

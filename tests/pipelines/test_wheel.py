@@ -111,7 +111,7 @@ def test_a_sweep_of_a_shipped_profile_runs_without_the_clone(environment, run):
     words = ["sweep", "tiny/full", "--until", "sft", *OVERRIDES[:-2], "--grid", f"{OVERRIDES[-1]},2"]
     words += ["--metric", "sft:eval/loss", "--direction", "min"]
     said = rlhf(environment, run[0], *words)
-    assert "best: sft.loop.max_steps=" in said and "computed 1 stages (sft)" in said, said
+    assert "best: sft.loop.max_steps=" in said and "computed 1 stages (sft 1)" in said, said
 
 
 @pytest.mark.slow
