@@ -13,6 +13,10 @@ from rlhf_core.store.disk import DiskStore
 from rlhf_core.store.earlier import EarlierBucketStore, EarlierDiskStore
 from rlhf_core.store.fingerprint import sha256_text
 from rlhf_core.store.layout import MARKER, SCHEMA, cache_folder, read_json, write_text
+from rlhf_core.store.object_server import repeat
+
+PROBE_PATIENCE_S = 3.0
+"""How long the first requests to a bucket are repeated if a response breaks; the client tries a silent address for longer."""
 
 
 def store_root(place: str) -> Path:
@@ -32,7 +36,7 @@ def store_root(place: str) -> Path:
     if known is None or known["schema"] < SCHEMA:
         from rlhf_core.store.bucket_server import probe  # obstore, which stores on disks do not need
 
-        probe(uri)
+        repeat(lambda: probe(uri), PROBE_PATIENCE_S)
         root.mkdir(parents=True, exist_ok=True)
         root.chmod(0o700)  # models and data of a bucket that others on this machine may not be allowed to read
         write_text(root / MARKER, json.dumps({"mirrors": uri, "schema": SCHEMA}, indent=1), durable=True)
