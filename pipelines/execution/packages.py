@@ -118,11 +118,8 @@ def parts_of(value: Any, path: str) -> Iterator[tuple[str, BaseModel]]:
 def _missing_program(part: BaseModel, key: str) -> Iterator[str]:
     option, program, path = "", "python", None
     if isinstance(part, ProgramAgent):
-        option, program, path = (
-            "command",
-            part.command[0],
-            resolved(part.variables.get("PATH"), f"{key}.variables.PATH"),
-        )
+        option, program = "command", part.command[0]
+        path = resolved(part.variables.get("PATH"), f"{key}.variables.PATH")
     elif isinstance(part, VerifiersAgent):
         option, program = "python", part.python
     if program != "python" and shutil.which(program, path=path) is None:  # `python` is the interpreter of the run

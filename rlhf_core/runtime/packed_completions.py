@@ -4,9 +4,9 @@ A request becomes a plain tuple, and the numbers of all completions become two a
 takes most of the time in which the driver receives short answers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
-from itertools import pairwise
+from itertools import pairwise, repeat
 from operator import attrgetter
 from typing import Any, TypeAlias
 
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core.sequences import join_rows, offsets_of
-from rlhf_core.types import Column, Completion, SamplingRequest
+from rlhf_core.types import NO_EXPERTS, Column, Completion, SamplingRequest
 
 PackedCompletions: TypeAlias = tuple[
     NDArray[np.int32], NDArray[np.float32], NDArray[np.int16], list[int], list[int], list[tuple[Any, ...]]
@@ -37,8 +37,8 @@ def unpack(packed: PackedCompletions) -> list[Completion]:
     """The inverse of `pack`. The numbers of a completion are views if Ray has mapped the arrays, which are then read-only."""
     token_ids, logprobs, experts, lengths, counts, others = packed
     ids, values, chosen = Column[int]("i", token_ids), Column[float]("f", logprobs), Column[int]("h", experts)
-    spans = (pairwise(offsets_of(each).tolist()) for each in (lengths, counts))
-    return [
-        Completion(ids[start:end], values[start:end], *(*rest, chosen[first:last]))
-        for (start, end), (first, last), rest in zip(*spans, others, strict=True)
-    ]
+    recorded: Iterable[Column[int]] = repeat(NO_EXPERTS, len(others))  # a slice of nothing for each answer takes time
+    if len(experts):
+        recorded = [chosen[start:end] for start, end in pairwise(offsets_of(counts).tolist())]
+    rows = zip(pairwise(offsets_of(lengths).tolist()), others, recorded, strict=True)
+    return [Completion(ids[start:end], values[start:end], *(*rest, one)) for (start, end), rest, one in rows]

@@ -9,7 +9,7 @@ import pytest
 
 from pipelines.execution import packages
 from pipelines.execution.packages import FUNCTIONS, NEEDS, missing_packages
-from pipelines.execution.plan import plan
+from pipelines.execution.plan import PlannedStage, plan
 from pipelines.flows.profile import load_profile
 from rlhf_core.config.agents import VerifiersAgent
 from rlhf_core.errors import ConfigError
@@ -58,12 +58,12 @@ OPTIONS = [
 ]
 
 
-def planned(tmp_path, option: str, *, lacks: str, monkeypatch, here: bool = True) -> None:
+def planned(tmp_path, option: str, *, lacks: str, monkeypatch, here: bool = True) -> list[PlannedStage]:
     monkeypatch.setattr(packages, "find_spec", lambda name: None if name == lacks else name)
     rows = [{"prompt": f"{at} + 1?", "completion": f"{at + 1}", "label": f"{at + 1}"} for at in range(20)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = f'prepare_data.data = {{type = "files", sources = [{SOURCE.format(tmp_path)}]}}'
-    plan(load_profile("tiny/rlvr", [data, option]), ArtifactStore(tmp_path / "store"), here=here)
+    return plan(load_profile("tiny/rlvr", [data, option]), ArtifactStore(tmp_path / "store"), here=here)
 
 
 @pytest.mark.parametrize(("module", "option", "remedy"), OPTIONS)
@@ -93,7 +93,8 @@ def test_workers_of_a_cluster_may_have_packages_that_this_machine_lacks(tmp_path
 
 
 def test_a_machine_that_runs_no_stages_plans_without_their_packages(tmp_path, monkeypatch):
-    planned(tmp_path, OPTIONS[2][1], lacks="torch", monkeypatch=monkeypatch)
+    stages = planned(tmp_path, OPTIONS[2][1], lacks="torch", monkeypatch=monkeypatch)
+    assert {stage.decision.action for stage in stages} == {"RUN"}
 
 
 def test_a_program_that_is_not_there_is_refused(tmp_path, monkeypatch):
