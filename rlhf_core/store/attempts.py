@@ -223,10 +223,11 @@ def is_resumable(folder: AttemptFolder, finished: int) -> bool:
 
 
 def give_way(folder: AttemptFolder, attempt: Attempt) -> None:
-    """Remove the files that an attempt wrote after a later attempt took over its work; nothing reads them."""
-    found = folder.store.read(name_of(folder.key))  # not the table that this process knew under its lease
-    past = _ATTEMPTS.validate_python(found.value.get("attempts", [])) if found is not None else []
-    if any(item.number > attempt.number for item in past):
+    """Remove the files that an attempt wrote after a later attempt took over its work; nothing reads them.
+
+    Without a later work folder they stay: the later attempt may be recorded and not yet have moved them.
+    """
+    if max(work_numbers(folder), default=0) > attempt.number:
         remove_tree(work(folder, attempt))
         _remove_output(output(folder, attempt))
 

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -143,6 +144,19 @@ def test_what_a_taken_over_attempt_clears_is_nothing_of_its_successor(folder):
     (attempts.work(folder, first) / "ckpt").mkdir(parents=True)  # it wrote on, where it had been
     attempts.give_way(folder, first)
     assert sorted(path.name for path in folder.path.iterdir()) == ["out-2", "work-2"]
+
+
+def test_the_work_that_a_later_attempt_is_about_to_move_is_left_to_it(folder, monkeypatch):
+    first, write = begin(folder), attempts._write
+    (attempts.work(folder, first) / "shard-1").write_text("x")
+
+    def write_while_the_first_ends(*arguments: Any) -> None:
+        write(*arguments)
+        attempts.give_way(folder, first)
+
+    monkeypatch.setattr(attempts, "_write", write_while_the_first_ends)
+    begin(folder)
+    assert attempts.unfinished_work(folder) == ["shard-1"]
 
 
 # ---------------------------------------------------------------- after a kill
