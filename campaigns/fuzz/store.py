@@ -27,7 +27,7 @@ from rlhf_core.stage.checkpoints import Checkpoints, damaged_archive
 from rlhf_core.stage.decision import Target as KeyTarget
 from rlhf_core.stage.decision import remember, target_of
 from rlhf_core.stage.key import StageSpec, Strictness
-from rlhf_core.store import attempts
+from rlhf_core.store import attempts, roots
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.layout import MANIFEST
 from rlhf_core.store.leases import name_of, ourselves
@@ -118,7 +118,7 @@ class Target:
         """Look at what later runs look at, beside the verbs."""
         store = ArtifactStore(self._root)
         store.latest("sft")
-        store.pins()
+        roots.pins(store.shared)
         store.external(ArtifactRef, self._outside)
         for folder in sorted(store.layout.attempts.glob("*")):
             checkpoints = Checkpoints(attempts.checkpoints(store.attempts(folder.name)), keep_best=1)

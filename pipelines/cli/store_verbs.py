@@ -10,7 +10,7 @@ from pipelines.flows.inputs import find_artifact, parts
 from pipelines.flows.profile import load_profile
 from pipelines.flows.run_rules import ProjectConfig
 from rlhf_core.errors import ConfigError
-from rlhf_core.store import audit
+from rlhf_core.store import audit, collection, roots
 from rlhf_core.store.artifacts import ArtifactStore, object_digest
 from rlhf_core.store.collection import KEEP_DAYS, check_days
 from rlhf_core.store.opening import store_root
@@ -31,7 +31,7 @@ def look_after(store: ArtifactStore, options: argparse.Namespace, console: Conso
     if options.store_verb == "verify":
         return _verify(store, options, console)
     if options.store_verb == "restore":
-        store.restore(options.key)
+        collection.restore(store.shared, options.key)
         audit.note(store.shared, "restore", options.key)
         print_line(console, f"restored {options.key}")
     elif options.store_verb == "pin":
@@ -44,7 +44,7 @@ def look_after(store: ArtifactStore, options: argparse.Namespace, console: Conso
         store.share(options.group)
         print_line(console, f"shared {store.root} with the group {options.group}")
     elif options.store_verb == "unpin":
-        store.unpin(options.target)
+        roots.unpin(store.shared, options.target)
         audit.note(store.shared, "unpin", options.target)
         print_line(console, f"unpinned {options.target}")
     else:

@@ -73,7 +73,7 @@ def plan(
     gates = Gatekeeper(config.gates, store, config.name)
     planner = Planner(store, config.name, until=until, force=frozenset(force), strict=strict, gates=gates)
     champion = champion_of(config, store)
-    with store.snapshot(), remembered_code(), suppress(ReachedUntil):
+    with store.shared.snapshot(), remembered_code(), suppress(ReachedUntil):
         pipeline(
             config,
             Stages(

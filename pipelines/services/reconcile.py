@@ -35,7 +35,7 @@ def reconcile_all(home: Home, stores: list[ArtifactStore]) -> Iterator[str]:
 
 def reconcile_store(store: ArtifactStore) -> Iterator[str]:
     """Remove leases whose owner is gone and end the attempts of such owners; yield a line for every change."""
-    with store.snapshot():
+    with store.shared.snapshot():
         for table in store.shared.tables("keys/", damaged=[]):
             key, owner = table.name.rpartition("/")[2], owner_in(table.value)
             ended = store.tidy(key)

@@ -513,7 +513,7 @@ def _await(context: RunContext, submission: _Submission, show_progress: Progress
 
 def _has_result(store: ArtifactStore, stage: StageSpec, key: str) -> bool:
     """Whether a key has a result now; the last listing of a bucket may be older than the commit of a job."""
-    with store.snapshot(within_s=0.0):
+    with store.shared.snapshot(within_s=0.0):
         return fitting_record(store, stage, key) is not None
 
 

@@ -212,13 +212,13 @@ def remember(store: ArtifactStore, spec: StageSpec, target: Target) -> None:
     A disk that cannot be written is logged: only reasons depend on it.
     """
     table = {"label": spec.label, "key": target.key, "payload": target.payload, "code": target.code}
+    noted = json.loads(json.dumps(table))
     try:
         for pipeline in {"", spec.pipeline}:
-            last = _note(store, spec.label, pipeline)
-            made = "" if last is None else last.key if store.record(last.key) is not None else last.made
-            noted = json.loads(json.dumps(table | {"made": made}))
-            if store.label(spec.label, pipeline) != noted:
-                store.note_label(spec.label, pipeline, noted)
+            if not store.has_noted(spec.label, pipeline, noted):
+                last = _note(store, spec.label, pipeline)
+                made = "" if last is None else last.key if store.record(last.key) is not None else last.made
+                store.note_label(spec.label, pipeline, noted | {"made": made})
     except OSError as error:
         logger.warning("%s: could not record its current key and configuration: %s", spec.label, error)
 

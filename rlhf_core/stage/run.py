@@ -34,17 +34,12 @@ from rlhf_core.types import ArtifactRef
 
 logger = logging.getLogger(__name__)
 
-LISTED_S = 30.0
-"""How old a listing of the store may be that says that a result exists. A lease reads the store again."""
-
 
 def find(
     store: ArtifactStore, spec: StageSpec, *, strict: Strictness = Strictness()
 ) -> tuple[KeyRecord, Decision] | None:
     """Return the record and the HIT of a stage whose artifact is in the store; None if the stage must run."""
-    with store.snapshot(within_s=LISTED_S):
-        target = target_of(store, spec, strict=strict)
-        return _take(store, spec, target)
+    return _take(store, spec, target_of(store, spec, strict=strict))
 
 
 def execute(
@@ -74,9 +69,8 @@ def execute(
             on_decision(decision)
         return decision
 
-    with store.snapshot(within_s=LISTED_S):
-        target = target_of(store, spec, strict=strict)
-        found = None if force else _take(store, spec, target)
+    target = target_of(store, spec, strict=strict)
+    found = None if force else _take(store, spec, target)
     if found is not None:
         return found[0].handle, reported(found[1])
 

@@ -9,12 +9,9 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import asdict
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
-
-from pydantic import Field
 
 from rlhf_core.errors import ArtifactError, ConfigError
 from rlhf_core.store import attempts, collection, roots
@@ -30,6 +27,7 @@ from rlhf_core.store.fingerprint import (
     sha256_text,
     tree_digest,
 )
+from rlhf_core.store.index import load_entries, save_entries
 from rlhf_core.store.layout import (
     FORBIDDEN,
     MANIFEST,
@@ -40,15 +38,15 @@ from rlhf_core.store.layout import (
     mark_schema,
     naming_disk_errors,
     object_of,
+    read_json,
     remove_tree,
     write_json,
 )
 from rlhf_core.store.leases import Lease, Owner, hold, living_owner, name_of, owner_in
 from rlhf_core.store.opening import open_store
-from rlhf_core.store.protocol import Conflict, DamagedTable, Gone, StoredTable, update
+from rlhf_core.store.protocol import DamagedTable, Gone, StoredTable, update
 from rlhf_core.store.records import KeyRecord, Provenance, parse_record
 from rlhf_core.store.sharing import give_made, open_to_group, reaching, share
-from rlhf_core.store.typed_json import Stored, read_stored
 from rlhf_core.store.unfinished import note_holder
 from rlhf_core.types import ArtifactRef, kind_of
 
@@ -57,18 +55,9 @@ logger = logging.getLogger(__name__)
 R = TypeVar("R", bound=ArtifactRef)
 _STORE = "store://"
 _FILE = "file://"
+LABEL_S = 600.0
+"""How long hits of a node do not read a label again that the node has noted. Another node may have replaced it."""
 _SETTLED_NS = 2_000_000_000  # two seconds, the coarsest resolution of timestamps (FAT)
-
-
-class _RememberedFile(Stored):
-    size: int
-    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
-    status: dict[str, int] = {}
-    """Value of `_identity` for the file; empty in files of older versions."""
-
-
-class _Memory(Stored):
-    files: dict[str, _RememberedFile]
 
 
 class ArtifactStore:
@@ -117,13 +106,6 @@ class ArtifactStore:
     def holds(self, ref: ArtifactRef) -> bool:
         """True if `path` finds the artifact."""
         return self.folder(ref.uri).is_dir() if self.is_external(ref) else self.shared.has(object_digest(ref))
-
-    def snapshot(self, *, within_s: float = 1.0) -> AbstractContextManager[None]:
-        """Read all records at once instead of one by one, if each costs a request.
-
-        A listing that is not older than `within_s` seconds is used again.
-        """
-        return self.shared.snapshot(within_s=within_s)
 
     def attempts(self, key: str, lease: Lease | None = None) -> AttemptFolder:
         """The attempts at a key. With the lease, their history can be written."""
@@ -205,13 +187,20 @@ class ArtifactStore:
         return None if found is None else found.value
 
     def note_label(self, label: str, pipeline: str, value: Mapping[str, Any]) -> None:
-        """Replace the value that `label` returns."""
+        """Replace the value that `label` returns, unless it is this one."""
         name = _label(label, pipeline)
-        known = self.shared.recent(name)
-        try:
-            self.shared.write(name, value, None if known is None else known.version)
-        except Conflict:
+        if self.label(label, pipeline) != value:
             update(self.shared, name, lambda _: value)
+        if not self.shared.folder_is_shared:
+            write_json(self.root / "cache" / f"{name}.json", value, durable=False)
+
+    def has_noted(self, label: str, pipeline: str, value: Mapping[str, Any]) -> bool:
+        """True if this node noted this value less than LABEL_S ago. Reading a label on a disk costs nothing: False."""
+        note = self.root / "cache" / f"{_label(label, pipeline)}.json"
+        known = None if self.shared.folder_is_shared else read_json(note)
+        return (
+            known is not None and value.items() <= known.items() and 0 <= time.time() - note.stat().st_mtime < LABEL_S
+        )
 
     def is_external(self, ref: ArtifactRef) -> bool:
         """True if `ref` is a user's own folder, which this store neither keeps nor removes."""
@@ -288,10 +277,6 @@ class ArtifactStore:
         """Read every byte of all objects; with `set_aside`, damaged objects and their records no longer count."""
         return collection.verify(self.shared, set_aside=set_aside)
 
-    def restore(self, key: str) -> None:
-        """Let the record of a key count again that `verify` set aside."""
-        collection.restore(self.shared, key)
-
     def share(self, group: str) -> None:
         """Give the store to a Unix group, after a check that its members can reach it."""
         if not self.shared.folder_is_shared:
@@ -303,14 +288,6 @@ class ArtifactStore:
     def pin(self, target: str, *, note: str = "") -> None:
         """Protect an object from `gc` until it is unpinned; `target` is a digest, a key or a `store://` uri."""
         roots.pin(self.shared, target, note)
-
-    def unpin(self, target: str) -> None:
-        """Remove a pin. Raises ArtifactError if there is none."""
-        roots.unpin(self.shared, target)
-
-    def pins(self) -> dict[str, str]:
-        """Target and note of each pin."""
-        return roots.pins(self.shared)
 
     def gc(self, dry_run: bool, *, keep_days: float = KEEP_DAYS, project: str = "") -> GcReport:
         """Remove (or only list) results that neither a root nor a record used in the last `keep_days` reaches."""
@@ -361,27 +338,25 @@ class ArtifactStore:
         return record, ""
 
     def _hash_external(self, folder: Path) -> dict[str, FileEntry]:
-        memory = self.layout.externals / f"{sha256_text(str(folder))}.json"
-        known = (read_stored(memory, _Memory) or _Memory(files={})).files
+        memory = self.layout.index / f"external-{sha256_text(str(folder))}.json"
+        known = load_entries(memory)
         paths = [path for path in list_files(folder) if not any(part.startswith(".") for part in path.split("/"))]
         stats = {path: regular_status(folder / path) for path in paths}
         now = time.time_ns()
         same = {
-            path: FileEntry(known[path].size, known[path].sha256)
+            path: FileEntry(*known[path][1])
             for path, status in stats.items()
-            if path in known and (known[path].size, known[path].status) == (status.st_size, _identity(status))
+            if path in known and known[path][0] == _identity(status)
         }
         files = same | hash_files(folder, [path for path in paths if path not in same])
         # A file written just now may change again within the resolution of its timestamp: it is not remembered.
         settled = {
-            path: entry
+            path: [_identity(stats[path]), [entry.size, entry.sha256]]
             for path, entry in files.items()
             if now - max(stats[path].st_mtime_ns, stats[path].st_ctime_ns) > _SETTLED_NS
         }
-        table = {path: asdict(entry) | {"status": _identity(stats[path])} for path, entry in settled.items()}
-        remembered = {path: entry.model_dump() for path, entry in known.items()}
-        if table != remembered and self.root.is_dir():  # reading a folder does not create a store
-            write_json(memory, {"folder": str(folder), "files": table}, durable=False)
+        if settled != known and self.root.is_dir():  # reading a folder does not create a store
+            save_entries(memory, settled)
         return files
 
 
@@ -427,11 +402,6 @@ def _handle(
     return kind(**fields)
 
 
-def _identity(status: os.stat_result) -> dict[str, int]:
-    """Return values that change when a file is replaced or written to, even if size and modification time stay."""
-    return {
-        "device": status.st_dev,
-        "inode": status.st_ino,
-        "modified_ns": status.st_mtime_ns,
-        "changed_ns": status.st_ctime_ns,
-    }
+def _identity(status: os.stat_result) -> list[int]:
+    """Return values that change when a file is replaced or written to, even if its modification time stays."""
+    return [status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]

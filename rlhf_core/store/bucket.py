@@ -61,7 +61,7 @@ THREADS = 16
 FRESH_S = 1.0
 """How old a listing may be that a snapshot uses."""
 RECENT_S = 30.0
-"""How long a listing answers `recent` after its snapshot has closed."""
+"""How long a listing, or a look at a table, answers `recent`."""
 CLOCK_S = 3600.0
 """How long the time of the server is continued by this node's time since boot where it need not be exact."""
 _REMOVED = {"removed": True}
@@ -86,6 +86,8 @@ class BucketStore:
         self._listings: list[dict[str, StoredTable | None]] = []
         """Tables that were read or written during each listing in progress."""
         self._listed_at = -RECENT_S
+        self._looked_at: dict[str, float] = {}
+        """Name of a table -> when it was read or written since the last listing."""
         self._snapshots = 0
         self._threads = threading.RLock()
 
@@ -99,10 +101,10 @@ class BucketStore:
         return _existing(table)
 
     def recent(self, name: str) -> StoredTable | None:
-        """No request while a listing is recent, except for a table that it lacks."""
+        """No request while a listing, or a look at this table, is recent, except for a table that was missing."""
         with self._threads:
             known, is_open = self._listed.get(name), bool(self._snapshots)
-            is_recent = is_open or time.monotonic() - self._listed_at < RECENT_S
+            is_recent = time.monotonic() - self._looked_at.get(name, self._listed_at) < RECENT_S
         if is_open or (is_recent and _existing(known) is not None):  # a table that was missing may exist by now
             return _existing(known)
         return self.read(name)
@@ -459,13 +461,14 @@ class BucketStore:
                 self._listings = [one for one in self._listings if one is not newer]
         with self._threads:
             kept = {name: table for name, table in (found | newer).items() if table is not None}
-            self._listed, self._unreadable, self._listed_at = kept, unreadable, began
+            self._listed, self._unreadable, self._listed_at, self._looked_at = kept, unreadable, began, {}
 
     def _note(self, name: str, table: StoredTable | None) -> None:
         """Let the last listing, and those in progress, have this table."""
         with self._threads:
             for newer in self._listings:
                 newer[name] = table
+            self._looked_at[name] = time.monotonic()
             if table is None:
                 self._listed.pop(name, None)
             else:

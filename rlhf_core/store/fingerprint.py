@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_core.errors import ArtifactError, ConfigError
 from rlhf_core.moved import moved_names
 
-_FEW_BYTES = 1 << 20  # fewer bytes in total are hashed faster than threads can be started
-_HASH_THREADS = min(16, max(2, os.cpu_count() or 2))
+_HASH_THREADS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +130,6 @@ def hash_files(folder: Path, paths: Iterable[str]) -> dict[str, FileEntry]:
     def entry(path: str) -> FileEntry:
         return FileEntry(size=sizes[path], sha256=hash_file(folder / path))
 
-    if sum(sizes.values()) < _FEW_BYTES:
-        return {path: entry(path) for path in ordered}
     with ThreadPoolExecutor(_HASH_THREADS) as pool:
         return dict(zip(ordered, pool.map(entry, ordered), strict=True))
 

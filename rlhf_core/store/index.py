@@ -5,7 +5,8 @@ written to, so an entry of the same version is valid; all others are read again.
 another version, everything is read again silently. They are written atomically; of two processes that write at the
 same time the last wins, and its entries are as good.
 
-`rlhf_core.stage.code` keeps the analyses of source files in the same way, by their content and in the user's cache folder.
+`rlhf_core.stage.code` keeps the analyses of source files in the same way, by their content and in the user's cache folder, and
+`rlhf_core.store.artifacts` the digests of the files of a user's folder.
 
 This module imports nothing slow, because `rlhf runs` and `rlhf store ls` depend on it.
 """
@@ -35,7 +36,6 @@ from rlhf_core.store.protocol import DamagedTable, Store, StoredTable
 
 logger = logging.getLogger(__name__)
 
-VERSION = 2  # of the format: an index of another version is built anew
 RECORDS, OBJECTS = "records.json", "objects.json"
 
 Status = list[int]
@@ -214,7 +214,7 @@ def save_entries(file: Path, entries: Mapping[str, list[Any]]) -> None:
 
 def _heading(content: str) -> str:
     """Return the first line of an index file: the code that wrote it, and the digest of the rest."""
-    return f"{VERSION} {_maker()} {sha256_text(content)}"
+    return f"{_maker()} {sha256_text(content)}"
 
 
 @lru_cache(maxsize=1)

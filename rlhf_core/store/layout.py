@@ -61,17 +61,9 @@ class StoreLayout:
         return self.root / "attempts"
 
     @property
-    def externals(self) -> Path:
-        return self.root / "roots" / "external"
-
-    @property
     def index(self) -> Path:
         """Return the folder of the cache that is derived from the rest of the store and may be deleted at any time."""
         return self.root / "index"
-
-    @property
-    def quarantine(self) -> Path:
-        return self.root / "quarantine"
 
 
 def is_inside(name: str) -> bool:

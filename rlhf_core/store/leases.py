@@ -75,12 +75,11 @@ def name_of(key: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """The right of this process to compute `key`. `waited`: whether another process held it before."""
+    """The right of this process to compute `key`."""
 
     store: Store
     key: str
     token: str
-    waited: bool
     _looked: list[float] = field(default_factory=list, compare=False, repr=False)
     _known: list[StoredTable] = field(default_factory=list, compare=False, repr=False)
 
@@ -265,7 +264,7 @@ def _acquire(store: Store, key: str, ours: Owner, on_wait: Callable[[Owner], Non
         if (
             found is not None and holder is not None and holder.token == ours.token
         ):  # our write was done, its answer lost
-            return Lease(store, key, ours.token, waited, _known=[found])
+            return Lease(store, key, ours.token, _known=[found])
         is_free = holder is None or is_gone(holder) or _is_left(holder)
         if is_free or (holder and watch.is_over((holder.token, holder.beat)) and _may_be_silent(holder)):
             with suppress(Conflict):
@@ -273,7 +272,7 @@ def _acquire(store: Store, key: str, ours: Owner, on_wait: Callable[[Owner], Non
                 table = store.write(name_of(key), new, None if found is None else found.version)
                 if holder is not None:
                     logger.warning("lease %s: %s is gone; taking over", key[:12], holder)
-                return Lease(store, key, ours.token, waited, _known=[table])
+                return Lease(store, key, ours.token, _known=[table])
             continue
         if holder and not waited and on_wait is not None:
             on_wait(holder)

@@ -34,8 +34,8 @@ class NodeCache:
         with _locked(self.root / "cache" / f"{folder.name}.fetch", fcntl.LOCK_EX):
             yield
 
-    def evict(self, room: float = 0.0) -> list[str]:
-        """Remove the copies with the oldest use until `room` bytes fit below the limit; returns their names.
+    def evict(self, room: float = 0.0) -> None:
+        """Remove the copies with the oldest use until `room` bytes fit below the limit.
 
         Raises ArtifactError if the copies that running processes use do not leave enough room.
         """
@@ -44,17 +44,15 @@ class NodeCache:
         for path in (self.root / "objects").glob("*/*"):
             with suppress(FileNotFoundError):
                 sizes[path] = folder_bytes(path)
-        total, gone = sum(sizes.values()) + room, []
+        total = sum(sizes.values()) + room
         for path in sorted(sizes, key=self._last_use):
             if total <= limit:
                 break
             if self._try_remove(path):
                 total -= sizes[path]
-                gone.append(path.name)
         if room and total > limit:
             rule = f"{total / 2**30:.1f} GiB are needed at once, and RLHF_CACHE_GIB is {limit / 2**30:g}"
             raise ArtifactError("cache", str(self.root), rule, "set a higher RLHF_CACHE_GIB, or end other processes")
-        return gone
 
     def _last_use(self, path: Path) -> float:
         """The time of the lock of a copy, which each process that reads the copy sets."""

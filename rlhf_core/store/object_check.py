@@ -4,7 +4,7 @@ The modification time of a manifest is the time of the last good check: it is wr
 when it is hashed again. Only files that were written to since then need another look.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -43,19 +43,15 @@ def object_damage(folder: Path, *, deep: bool) -> str:
                 written.append(path)
     except (FileNotFoundError, NotADirectoryError):
         return f"{path} is missing"
-    return _content_damage(folder, files) if deep else _changed_content(folder, files, written)
-
-
-def _changed_content(folder: Path, files: Mapping[str, FileEntry], paths: Sequence[str]) -> str:
-    found = hash_files(folder, paths) if paths else {}
+    found = hash_files(folder, files if deep else written)
     changed = [path for path, entry in found.items() if files[path] != entry]
-    return f"{changed[0]} has other content" if changed else ""
-
-
-def _content_damage(folder: Path, files: Mapping[str, FileEntry]) -> str:
-    changed = _changed_content(folder, files, list(files))
     if changed:
-        return changed
+        return f"{changed[0]} has other content"
+    return _list_damage(folder, files) if deep else ""
+
+
+def _list_damage(folder: Path, files: Mapping[str, FileEntry]) -> str:
+    """A file that the manifest does not list, or a manifest of another object."""
     extra = sorted(set(list_files(folder)) - set(files) - {MANIFEST})
     if extra:
         return f"{extra[0]} is not listed in it"

@@ -36,16 +36,15 @@ def keeping(lease: Lease, number: int, work: Path) -> Iterator[None]:
     keeper = _Keeper(lease, number, work)
     thread = threading.Thread(target=keeper.watch, name=f"keeping {lease.key[:8]}", daemon=True)
     thread.start()
+    is_done = False
     try:
         yield
-    except BaseException:
-        keeper.stop.set()
-        thread.join()
-        keeper.look()
-        raise
+        is_done = True
     finally:
         keeper.stop.set()
         thread.join()
+        if not is_done:
+            keeper.look()
 
 
 def note_holder(lease: Lease, folder: Path) -> None:

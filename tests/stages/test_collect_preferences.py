@@ -21,7 +21,7 @@ from rlhf_core.data.shards import read_rows
 from rlhf_core.data.tables import read_preferences
 from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.stage.stopping import StageWaiting
-from rlhf_core.store import attempts
+from rlhf_core.store import attempts, roots
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import ComparisonsRef, Generation, Message
 from stages.collect_preferences import CollectPreferencesConfig, content_digests
@@ -142,7 +142,7 @@ def test_it_waits_for_people_and_the_same_command_goes_on(tmp_path, store):
     assert {row.chosen[0].content for row in read_preferences(store.path(ref) / "train.parquet")} == {"short"}
     history = attempts.history(store.attempts(decision.key))
     assert [one.status for one in history] == ["interrupted", "interrupted", "committed"]
-    assert store.pins() == {ref.digest: "judgments of people"}
+    assert roots.pins(store.shared) == {ref.digest: "judgments of people"}
     assert shop.run("collect_preferences", config, inputs)[1].action == "HIT"
 
 

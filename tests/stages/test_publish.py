@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from rlhf_core.errors import ConfigError
 from rlhf_core.interfaces import RegistryState
 from rlhf_core.stage.run import execute
+from rlhf_core.store import roots
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.training.exports import export_folder
 from rlhf_core.types import PolicyRef, ReportRef
@@ -245,7 +246,7 @@ def test_what_is_registered_stays_in_the_store(shop, inputs):
     report = shop.store.path(inputs["report"]) / "report.json"
     report.write_text(report.read_text().replace(inputs["policy"].digest, made.digest))
     publish(shop, {"policy": made, "report": shop.store.external(ReportRef, report.parent)}, gate=GOOD)
-    assert shop.store.pins() == {made.digest: "rlhf-policy champion"}
+    assert roots.pins(shop.store.shared) == {made.digest: "rlhf-policy champion"}
 
 
 def test_the_folder_for_the_hub_can_be_written_to_and_has_nothing_of_the_store(shop, tmp_path):
@@ -270,7 +271,7 @@ def test_nothing_is_registered_if_the_folder_for_the_hub_fails(shop, inputs, mon
     monkeypatch.setattr(shutil, "copytree", lambda *_, **__: full())
     with pytest.raises(OSError, match="no space left"):
         publish(shop, inputs, gate=GOOD, hub=True)
-    assert shop.tracker.registered == [] and shop.store.pins() == {}
+    assert shop.tracker.registered == [] and roots.pins(shop.store.shared) == {}
 
 
 def test_a_failed_gate_is_written_down_and_leaves_the_champion_alone(shop, inputs, caplog):

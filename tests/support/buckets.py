@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,31 +25,38 @@ class Client:
     def __init__(self) -> None:
         self.memory = MemoryStore()
         self.requests: Counter[str] = Counter()
+        self.delay_s = 0.0
         self.receive: Callable[[str, bytes], bytes] = lambda name, content: content
 
+    def count(self, kind: str) -> None:
+        """Count a request, which takes `delay_s` seconds."""
+        self.requests[kind] += 1
+        time.sleep(self.delay_s)
+
     def get(self, name: str, **options: Any) -> Any:
-        self.requests["GET"] += 1
+        self.count("GET")
         got = self.memory.get(name, **options)
         content = self.receive(name, bytes(got.bytes()))
         return SimpleNamespace(meta=got.meta, bytes=lambda: content, stream=lambda **_: iter([content]))
 
     def put(self, name: str, content: Any, **options: Any) -> Any:
-        self.requests["PUT"] += 1
+        self.count("PUT")
         return self.memory.put(name, content, **options)
 
     def list(self, *args: Any, **options: Any) -> Iterator[Any]:
-        self.requests["LIST"] += 1
+        self.count("LIST")
         options["chunk_size"] = PAGE
         for number, some in enumerate(self.memory.list(*args, **options)):
-            self.requests["LIST"] += number > 0
+            if number:
+                self.count("LIST")
             yield some
 
     def head(self, name: str) -> Any:
-        self.requests["HEAD"] += 1
+        self.count("HEAD")
         return self.memory.head(name)
 
     def delete(self, name: Any) -> None:
-        self.requests["DELETE"] += 1
+        self.count("DELETE")
         self.memory.delete(name)
 
     def names(self, prefix: str = "") -> list[str]:

@@ -22,7 +22,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,8 +40,6 @@ from tests.support.simulated_bucket import SimulatedBucket, unreachable
 
 STORES = ("disk", "bucket")
 GRACE_S, TTL_S, HEARTBEAT_S = 3000.0, 600.0, 100.0
-RECENT_S = 30.0
-"""How old the listing may be by which a run decides whether a result exists (`rlhf_core.stage.run.LISTED_S`)."""
 DAY_S, KEEP_DAYS = 2 * GRACE_S, 20.0
 """Longer than a history, so a collection may remove no result of it."""
 HOSTS = ("ada", "ben", "cy")
@@ -168,8 +166,11 @@ class History:
         time.sleep(1.5 * GRACE_S)
 
     def run_stage(self, key: str) -> None:
-        """Return the result of a key, computed if there is none."""
+        """Return the result of a key, computed if there is none. Some runs begin with a plan, which lists the store."""
         store = self.store()
+        if self.random.random() < 0.5:
+            with store.snapshot():
+                pass
         if self.hit(store, key):
             return
         with hold(store, key) as lease:
@@ -178,12 +179,11 @@ class History:
                 self.compute(store, key, lease)
 
     def hit(self, store: Store, key: str, lease: Lease | None = None) -> bool:
-        """Return the result of a key, if it has one: by a recent listing, or by its table as of now under its lease."""
-        with nullcontext() if lease else store.snapshot(within_s=RECENT_S):
-            found = lease.latest() if lease else store.recent(name_of(key))
-            record = None if found is None else found.value.get("record")
-            if not record or store.problem(record["object"]) or not collection.note_use(store, found):
-                return False
+        """Return the result of a key, if it has one: by a recent look at the store, or by its table as of now under its lease."""
+        found = lease.latest() if lease else store.recent(name_of(key))
+        record = None if found is None else found.value.get("record")
+        if not record or store.problem(record["object"]) or not collection.note_use(store, found):
+            return False
         self.acknowledge(key, record)
         if (store.fetch(record["object"]) / "weights").read_bytes() != WEIGHTS[key]:
             self.broken.append(f"{current().process.name} read wrong bytes")

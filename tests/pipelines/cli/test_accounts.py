@@ -81,7 +81,7 @@ def test_audit_lists_pins_collections_and_decisions_with_who_and_why(store, caps
     GateDecisions(store.shared).decide(asked, "approve", reason="good", by="ben")
     assert main(["store", "pin", ref.digest, "--note", "for the paper", *where]) == 0
     assert main(["store", "unpin", ref.digest, *where]) == 0
-    (store.layout.quarantine / "old").mkdir(parents=True)
+    (store.root / "quarantine" / "old").mkdir(parents=True)
     assert main(["store", "gc", "--dry-run", "--keep-days", "0", *where]) == 0
     assert main(["store", "gc", "--keep-days", "0", *where]) == 0
     found = _json(capsys, "audit", *where)["audit"]

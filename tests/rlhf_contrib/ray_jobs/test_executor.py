@@ -182,7 +182,7 @@ def test_a_result_that_is_there_counts_though_the_job_server_has_died(tmp_path, 
 def test_a_result_counts_that_a_job_has_committed_since_the_last_listing_of_the_bucket(tmp_path, monkeypatch):
     nodes = Nodes(tmp_path, monkeypatch)
     flow, job, key = nodes.store("flow"), nodes.store("job"), stage_key(SPEC_OF_A_TOY)
-    with job.lease(key), flow.snapshot(within_s=0.0):
+    with job.lease(key), flow.shared.snapshot(within_s=0.0):
         assert flow.record(key) is None
     run_stage(job, SPEC_OF_A_TOY)
     assert flow.record(key) is None, "the listing is older than the result"

@@ -279,7 +279,7 @@ def test_a_process_that_was_taken_over_as_it_committed_leaves_its_successor_at_w
         handle: ArtifactRef = commit(store, lease, *arguments, **options)
         taken = {"token": "successor"}
         update(store.shared, name_of(lease.key), lambda value: value | {"lease": value["lease"] | taken})
-        successor = store.attempts(lease.key, Lease(store.shared, lease.key, "successor", waited=True))
+        successor = store.attempts(lease.key, Lease(store.shared, lease.key, "successor"))
         attempt = attempts.begin(successor, label="toy", resumed_from=3, code={})
         (attempts.work(successor, attempt) / "shard-1").write_text("x")
         return handle

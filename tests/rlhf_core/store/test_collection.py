@@ -7,7 +7,7 @@ import pytest
 
 from rlhf_core.errors import ArtifactError
 from rlhf_core.stage.gate_decisions import GateDecisions, Question
-from rlhf_core.store import attempts
+from rlhf_core.store import attempts, collection, roots
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.attempts import checkpoints
 from rlhf_core.store.fingerprint import sha256_text
@@ -73,13 +73,13 @@ def test_what_was_set_aside_can_be_restored_if_it_is_sound(store):
     flip(path)
     store.verify(set_aside=True)
     with pytest.raises(ArtifactError, match=r"is damaged \(a.txt has other content\); run the stage again"):
-        store.restore(sha256_text("12"))
-    (aside,) = store.layout.quarantine.glob(f"{ref.digest}.*")
+        collection.restore(store.shared, sha256_text("12"))
+    (aside,) = (store.root / "quarantine").glob(f"{ref.digest}.*")
     (aside / "a.txt").write_text("12")  # the disk reads right again
-    store.restore(sha256_text("12"))
+    collection.restore(store.shared, sha256_text("12"))
     assert store.record(sha256_text("12")) is not None and store.verify() == []
     with pytest.raises(ArtifactError, match="has no record that was set aside"):
-        store.restore(sha256_text("12"))
+        collection.restore(store.shared, sha256_text("12"))
 
 
 def test_a_stray_file_in_an_object_and_a_lost_object_are_damage(store):
@@ -113,7 +113,7 @@ def test_gc_of_a_project_leaves_results_attempts_and_quarantine_of_others_alone(
     for content, project in (("ours", "bot"), ("theirs", "shop"), ("nobody's", "")):
         commit_text(store, content, project=project)
     _make_old(store, "ours", "theirs", "nobody's")
-    (store.layout.quarantine / "x").mkdir(parents=True)
+    (store.root / "quarantine" / "x").mkdir(parents=True)
     (store.layout.attempt("k") / "work-1").mkdir(parents=True)
     report = store.gc(dry_run=False, keep_days=0.0, project="bot")
     assert sorted(item.kind for item in report.items) == ["object", "record"]
@@ -139,11 +139,11 @@ def test_gc_keeps_what_was_used_recently_and_what_is_pinned(store):
     store.pin(refs["by digest"].digest, note="champion")
     store.pin(f"{refs['by uri'].uri}/base")
     store.pin(sha256_text("by key"))
-    assert store.pins()[refs["by digest"].digest] == "champion"
+    assert roots.pins(store.shared)[refs["by digest"].digest] == "champion"
     store.gc(dry_run=False)
     assert _left(store) == ["by digest", "by key", "by uri", "used"]
     assert store.record(sha256_text("by uri")) is not None
-    store.unpin(refs["by digest"].digest)
+    roots.unpin(store.shared, refs["by digest"].digest)
     store.gc(dry_run=False)
     assert _left(store) == ["by key", "by uri", "used"]
 
@@ -154,7 +154,7 @@ def test_only_what_is_there_can_be_pinned_or_unpinned(store):
         with pytest.raises(ArtifactError, match=r"is neither an object nor a key .* `rlhf store ls --json`"):
             store.pin(name)
     with pytest.raises(ArtifactError, match="is not pinned"):
-        store.unpin("abcd")
+        roots.unpin(store.shared, "abcd")
 
 
 def test_gc_leaves_an_object_alone_whose_record_may_be_on_its_way(store):
@@ -208,7 +208,7 @@ def test_an_unreadable_table_is_damage_that_verify_names_and_sets_aside_on_reque
         store.record(sha256_text("1"))
     store.verify(set_aside=True)
     assert store.record(sha256_text("1")) is None and store.verify() == []
-    assert len(list(store.layout.quarantine.iterdir())) == 1
+    assert len(list((store.root / "quarantine").iterdir())) == 1
 
 
 def test_gc_of_a_store_with_missing_and_short_objects_leaves_what_is_in_use(store):
@@ -318,7 +318,7 @@ def test_an_artifact_can_be_pinned_before_its_record_exists(store):
     out = write_files(store.root / "out", {"a.txt": "judgments"})
     with store.lease(KEY) as lease:
         ref = store.commit(lease, out, PolicyRef, children={}, record=provenance(), pin="judgments of people")
-    assert store.pins() == {ref.digest: "judgments of people"}
+    assert roots.pins(store.shared) == {ref.digest: "judgments of people"}
     let_it_be_old(store)
     assert store.gc(dry_run=False).items == ()
 

@@ -7,6 +7,7 @@ import pytest
 from rlhf_core.errors import ArtifactError
 from rlhf_core.stage.decision import decide
 from rlhf_core.stage.key import StageSpec
+from rlhf_core.store import collection
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.attempts import history
 from rlhf_core.types import PolicyRef
@@ -55,7 +56,7 @@ def test_verify_names_damage_and_changes_nothing_until_it_is_asked_to(store):
     assert decision.action == "RUN" and decision.reason.endswith("total.txt has other content")
     repaired = _make(store, toy_spec(label="parent"))
     assert repaired == parent and (store.path(repaired) / "total.txt").read_text() == right
-    (aside,) = store.layout.quarantine.iterdir()
+    (aside,) = (store.root / "quarantine").iterdir()
     assert (aside / "total.txt").read_text() == f"9{right[1:]}", "its files stay"
 
 
@@ -67,14 +68,14 @@ def test_a_result_that_was_set_aside_by_mistake_can_be_restored(store):
     _decay(store, parent)
     store.verify(set_aside=True)
     with pytest.raises(ArtifactError, match=r"is damaged \(total\.txt has other content\); run the stage again"):
-        store.restore(key)
-    (aside,) = store.layout.quarantine.iterdir()
+        collection.restore(store.shared, key)
+    (aside,) = (store.root / "quarantine").iterdir()
     (aside / "total.txt").chmod(0o644)
     (aside / "total.txt").write_bytes(right)  # as after a repair of the disk
-    store.restore(key)
+    collection.restore(store.shared, key)
     assert decide(store, toy_spec(label="parent")).action == "HIT" and store.verify() == []
     with pytest.raises(ArtifactError, match="has no record that was set aside"):
-        store.restore(key)
+        collection.restore(store.shared, key)
 
 
 def test_a_write_into_an_object_is_noticed_before_the_next_stage_reads_it(store):

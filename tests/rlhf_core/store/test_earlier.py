@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rlhf_core.stage.gate_decisions import GateDecisions, Question
-from rlhf_core.store import attempts
+from rlhf_core.store import attempts, roots
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.fingerprint import sha256_text
 from rlhf_core.store.layout import remove_tree
@@ -57,7 +57,7 @@ def earlier_files(store: ArtifactStore) -> dict[str, dict[str, Any]]:
 def check_content(store: ArtifactStore, ref: Any) -> None:
     """Everything that `fill` has made is there."""
     assert store.record(KEY).handle == ref and [one.key for one in store.records()] == [KEY]
-    assert store.latest("toy").key == KEY and store.pins() == {ref.digest: "champion"}
+    assert store.latest("toy").key == KEY and roots.pins(store.shared) == {ref.digest: "champion"}
     assert [(one.number, one.status) for one in attempts.history(store.attempts(HALF))] == [(1, "failed")]
     answer = GateDecisions(store.shared).find(QUESTION.id).answer
     assert (answer.answer, answer.by) == ("approve", "ada")
@@ -91,7 +91,7 @@ def test_a_store_and_an_unfinished_attempt_that_commit_9b1b25b8_wrote_are_contin
     store = ArtifactStore(tmp_path / "store")
     ref, decision = run_toy(store)
     assert decision.action == "HIT" and "code changed since" in decision.reason
-    assert total(store, ref) == pytest.approx(21.3) and store.pins() == {ref.digest: "champion"}
+    assert total(store, ref) == pytest.approx(21.3) and roots.pins(store.shared) == {ref.digest: "champion"}
     ref, decision = run_toy(store, toy_spec(ToyConfig(steps=4)))
     assert (decision.action, decision.step) == ("RESUME", 2) and "its code has changed since" in decision.reason
     assert total(store, ref) == pytest.approx(28.5)  # 0.05 * (1 + 2 + 3 + 4) + 4 * seed
@@ -119,8 +119,8 @@ def test_the_first_write_marks_the_store_so_that_older_programs_refuse_it(disk):
     assert (decision.action, decision.step) == ("RESUME", 2)
     past = attempts.history(store.attempts(HALF))
     assert [(one.number, one.status) for one in past] == [(1, "failed"), (2, "committed")]
-    store.unpin(ref.digest)
-    assert store.pins() == {} and ArtifactStore(store.root).pins() == {}
+    roots.unpin(store.shared, ref.digest)
+    assert roots.pins(store.shared) == {} and roots.pins(ArtifactStore(store.root).shared) == {}
     assert store.verify() == [] and store.record(KEY).handle == ref
 
 
@@ -151,8 +151,8 @@ def test_a_bucket_is_read_at_the_old_places_and_changed_below_a_prefix_of_its_ow
     check_content(nodes.store("ada"), ref)
     assert run_toy(nodes.store("ada"))[1].action == "HIT"
     assert nodes.store("ada").gc(dry_run=False).items == ()
-    nodes.store("ben").unpin(ref.digest)
-    assert nodes.store("ada").pins() == {}
+    roots.unpin(nodes.store("ben").shared, ref.digest)
+    assert roots.pins(nodes.store("ada").shared) == {}
     assert nodes.store("ada").shared.recent(f"pins/{sha256_text(ref.digest)}") is None, "a removed table hides the file"
     with nodes.store("ben").lease(HALF) as lease:
         folder = nodes.store("ben").attempts(HALF, lease)

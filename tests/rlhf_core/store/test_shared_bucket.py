@@ -3,11 +3,12 @@
 import json
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from rlhf_core.store import collection, leases
+from rlhf_core.store import artifacts, collection, leases
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.bucket import BucketStore
 from rlhf_core.store.fingerprint import sha256_text
@@ -114,7 +115,7 @@ def list_when_uploaded(nodes: Nodes, store: ArtifactStore) -> list[list[Any]]:
     def put_and_list(name: str, content: Any, **options: Any) -> Any:
         if "data/" in name and not listed:
             listed.append(list(nodes.client.memory.list()))
-            with store.snapshot(within_s=0.0):
+            with store.shared.snapshot(within_s=0.0):
                 pass
         return put(name, content, **options)
 
@@ -136,7 +137,7 @@ def test_a_node_that_holds_a_lease_does_not_believe_an_outdated_listing(nodes, m
     first, _ = run_toy(nodes.store("ada"), toy_spec())
     with ben.lease(key) as lease:
         monkeypatch.setattr(nodes.client, "list", lambda prefix, **_: _below(prefix, listed[0]))
-        with ben.snapshot(within_s=0.0):
+        with ben.shared.snapshot(within_s=0.0):
             assert ben.record(key) is None, "the listing is older than the result"
             assert ben.record(key, lease).handle == first and ben.used(key, lease)
 
@@ -301,13 +302,24 @@ def count(nodes: Nodes) -> int:
     return made
 
 
-def test_a_hit_on_a_warm_node_takes_two_requests(nodes):
-    run_toy(nodes.store("ada"))
-    for _ in range(2):  # the first hit writes the label, which another process of the node then reads once
-        assert run_toy(nodes.store("ben"))[1].action == "HIT"
+def test_a_hit_on_a_warm_node_takes_two_requests_however_large_the_store(nodes, monkeypatch):
+    monkeypatch.setattr(buckets, "PAGE", 10)
+    fill(nodes, 50)
+    spec = replace(toy_spec(), pipeline="night")
+    run_toy(nodes.store("ada"), spec)
+    assert run_toy(nodes.store("ben"), spec)[1].action == "HIT"  # which notes the labels on this node
     count(nodes)
-    assert run_toy(nodes.store("ben"))[1].action == "HIT"
+    assert run_toy(nodes.store("ben"), spec)[1].action == "HIT"
     assert count(nodes) <= 2
+
+
+def test_a_hit_moves_a_label_back_once_its_node_has_not_noted_it_for_minutes(nodes, monkeypatch):
+    first, _ = run_toy(nodes.store("ada"))
+    other, _ = run_toy(nodes.store("ben"), toy_spec(ToyConfig(steps=4)))
+    for age_s, newest in ((600.0, other), (0.0, first)):
+        monkeypatch.setattr(artifacts, "LABEL_S", age_s)
+        assert run_toy(nodes.store("ada"))[1].action == "HIT"
+        assert nodes.store("cy").latest("toy").handle == newest
 
 
 def test_a_short_stage_with_four_checkpoints_takes_thirty_requests(nodes):
@@ -343,7 +355,7 @@ def test_a_plan_of_a_store_with_5000_keys_takes_twelve_requests_and_one_for_each
     monkeypatch.setattr(buckets, "PAGE", 100)
     keys = fill(nodes, 500)
     ben = nodes.store("ben")
-    with ben.snapshot():
+    with ben.shared.snapshot():
         assert ben.record(keys[0]) is not None
     value = ben.shared.read(name_of(KEY)).value
     for key in keys[:3]:
@@ -351,7 +363,7 @@ def test_a_plan_of_a_store_with_5000_keys_takes_twelve_requests_and_one_for_each
     for changed in (3, 0):
         again = nodes.store("ben")
         count(nodes)
-        with again.snapshot():
+        with again.shared.snapshot():
             assert all(again.record(key) is not None for key in keys[:20])
         assert count(nodes) <= 12 + changed
 

@@ -12,6 +12,7 @@ import pytest
 
 from rlhf_core.errors import ArtifactError
 from rlhf_core.stage.checkpoints import Checkpoints, damaged_archive
+from rlhf_core.store import roots
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.layout import remove_tree
 from rlhf_core.store.sharing import is_shared, share
@@ -84,7 +85,7 @@ def test_each_user_can_hit_repair_and_collect_what_the_other_made(shared):
         assert (object_of(store) / "folder" / "other").read_text() == "weights" and store.used(KEY)
         assert store.verify() == []
         store.pin(KEY, note="bob's")
-        store.unpin(KEY)
+        roots.unpin(store.shared, KEY)
 
     as_user(BOB, shared, hit_and_pin)
     (object_of(store) / "file").write_text("damage!")  # root's doing
