@@ -20,6 +20,9 @@ SKEWS = {"ada": 0, "ben": 90_000, "cy": -90_000}
 RATES = {"503": 0.03, "reset": 0.02, "cut": 0.03, "lost": 0.02, "stale": 0.5}
 """How often a request is answered in this way. Of all requests, only listings can be stale."""
 
+LONG = pytest.mark.timeout(5400)
+"""Of many kills: half of the stops alone last 12 s each, and a killed process imports everything again."""
+
 
 class Chaos:
     """Nodes that compute the same results, and are started again when they are killed."""
@@ -110,7 +113,7 @@ def choose(seed: int) -> Callable[[str], str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kills", [6, pytest.param(100, marks=pytest.mark.full)])
+@pytest.mark.parametrize("kills", [6, pytest.param(100, marks=[pytest.mark.full, LONG])])
 def test_processes_that_are_stopped_and_killed_lose_no_result_and_replace_none(kills, tmp_path):
     chaos = Chaos(str(tmp_path / "store"), tmp_path, seed=kills)
     chaos.strike(kills)
@@ -120,7 +123,8 @@ def test_processes_that_are_stopped_and_killed_lose_no_result_and_replace_none(k
 @pytest.mark.services
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("server", "kills"), [(SERVERS[0], 6), *(pytest.param(server, 40, marks=pytest.mark.full) for server in SERVERS)]
+    ("server", "kills"),
+    [(SERVERS[0], 6), *(pytest.param(server, 40, marks=[pytest.mark.full, LONG]) for server in SERVERS)],
 )
 def test_so_do_nodes_that_share_a_bucket_whose_connections_break(server, kills, tmp_path, monkeypatch):
     with running(server, tmp_path) as address, faulty(address) as proxy:
