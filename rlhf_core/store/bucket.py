@@ -125,10 +125,7 @@ class BucketStore:
     def write(
         self, name: str, value: Mapping[str, Any], expected: str | None, *, refers: Collection[str] = ()
     ) -> StoredTable:
-        """One PUT, and a GET of the table of each object that the write refers to.
-
-        The look at the object comes after the write: a collection that did not see the write has marked the object before.
-        """
+        """One PUT, and a GET of the table of each object that the write refers to."""
         written = self._write(name, value, expected)
         for digest in refers:  # after the write: a collection that did not see it has marked the object before
             self._keep(digest)
@@ -195,7 +192,7 @@ class BucketStore:
                     self._upload(f"data/{digest}-{mine}/", {folder / path: one.sha256 for path, one in files.items()})
 
     def settle(self, digest: str, folder: Path, files: Files) -> None:
-        """Take the folder of a stored object into the cache, so that the next stage need not download it."""
+        """Take the folder of a stored object into the cache; the next stage need not download it."""
         copy = self._copies.object(digest)
         with self._copies.filling(copy):
             if not copy.exists():
