@@ -33,7 +33,7 @@ from unittest import mock
 from greenlet import getcurrent, greenlet
 
 from rlhf_core.stage import checkpoints
-from rlhf_core.store import bucket, disk_lock, layout, leases
+from rlhf_core.store import bucket, disk_lock, fingerprint, layout, leases
 
 ROOT = "/sim"
 FIRST_DESCRIPTOR = 1 << 20
@@ -569,7 +569,7 @@ class World:
                 stack.enter_context(mock.patch.object(module, name, _for_processes(call, getattr(module, name))))
             for module in (leases, checkpoints, disk_lock):
                 stack.enter_context(mock.patch.object(module, "threading", threads))
-            for module in (layout, bucket):
+            for module in (layout, fingerprint, bucket):
                 stack.enter_context(mock.patch.object(module, "ThreadPoolExecutor", _POOL))
             for module, name in ((layout, "_DURABLE"), (leases, "_HELD")):
                 stack.enter_context(mock.patch.object(module, name, OfProcess()))

@@ -323,16 +323,11 @@ def _play(seed: int, instants: Instants, campaign: Campaign, locks: str) -> None
 
 
 def _fault(scene: str, instants: Instants, source: random.Random) -> tuple[tuple[str, str, int], str]:
-    """Draw where a fault strikes (process, operation, which time) and the fault: most of them around writes of a key's table."""
+    """Draw where a fault strikes (process, operation, which time) and the fault: most of them at the record."""
     who = source.choice([who for who in SCENES[scene] if instants[scene, who]])
     operations = instants[scene, who]
     weights = [
-        20
-        if "in commit" in name or name == "fsync tables/keys"
-        else 1
-        if "attempts" in name or "quarantine" in name
-        else 3
-        for name in operations
+        20 if "in commit" in name else 1 if "attempts" in name or "quarantine" in name else 3 for name in operations
     ]
     (name,) = source.choices(list(operations), weights)
     return (who, name, source.randint(1, operations[name])), source.choice(FAULTS)
