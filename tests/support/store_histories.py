@@ -22,7 +22,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,8 @@ from tests.support.simulated_bucket import SimulatedBucket, unreachable
 
 STORES = ("disk", "bucket")
 GRACE_S, TTL_S, HEARTBEAT_S = 3000.0, 600.0, 100.0
+RECENT_S = 30.0
+"""How old a listing may be by which a run decides whether a result exists."""
 DAY_S, KEEP_DAYS = 2 * GRACE_S, 20.0
 """Longer than a history, so a collection may remove no result of it."""
 HOSTS = ("ada", "ben", "cy")
@@ -58,6 +60,8 @@ class History:
     bucket: SimulatedBucket | None
     """None if the store is on a disk."""
     random: random.Random
+    lists: bool
+    """Whether runs list the store, as after a plan, or look only at the tables of a key and its object."""
     broken: list[str] = field(default_factory=list)
     results: dict[str, str] = field(default_factory=dict)
     """Key -> token of the acknowledged record."""
@@ -166,11 +170,8 @@ class History:
         time.sleep(1.5 * GRACE_S)
 
     def run_stage(self, key: str) -> None:
-        """Return the result of a key, computed if there is none. Some runs begin with a plan, which lists the store."""
+        """Return the result of a key, computed if there is none."""
         store = self.store()
-        if self.random.random() < 0.5:
-            with store.snapshot():
-                pass
         if self.hit(store, key):
             return
         with hold(store, key) as lease:
@@ -180,10 +181,11 @@ class History:
 
     def hit(self, store: Store, key: str, lease: Lease | None = None) -> bool:
         """Return the result of a key, if it has one: by a recent look at the store, or by its table as of now under its lease."""
-        found = lease.latest() if lease else store.recent(name_of(key))
-        record = None if found is None else found.value.get("record")
-        if not record or store.problem(record["object"]) or not collection.note_use(store, found):
-            return False
+        with store.snapshot(within_s=RECENT_S) if self.lists and not lease else nullcontext():
+            found = lease.latest() if lease else store.recent(name_of(key))
+            record = None if found is None else found.value.get("record")
+            if not record or store.problem(record["object"]) or not collection.note_use(store, found):
+                return False
         self.acknowledge(key, record)
         if (store.fetch(record["object"]) / "weights").read_bytes() != WEIGHTS[key]:
             self.broken.append(f"{current().process.name} read wrong bytes")
@@ -352,7 +354,7 @@ def play(kind: str, seed: int) -> History:
     if kind == "bucket":
         lag_s = source.choice([0.0, 0.0, 0.1, 0.5]) * GRACE_S
         there = SimulatedBucket(world, lag_s=lag_s, clock_s=source.choice([0.0, 9e4, -9e4]))
-    history = History(world, there, source)
+    history = History(world, there, source, lists=seed % 2 == 1)
     world.changed = history.disk_changed
     if there is not None:
         there.changed = history.bucket_changed
