@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -59,7 +59,7 @@ class Client:
         self.count("DELETE")
         self.memory.delete(name)
 
-    def names(self, prefix: str = "") -> list[str]:
+    def names(self, prefix: str = "") -> Sequence[str]:
         """All names below a prefix."""
         return sorted(one["path"] for some in self.memory.list(prefix) for one in some)
 
