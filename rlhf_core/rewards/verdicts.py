@@ -40,11 +40,11 @@ _NUMERAL = rf"(?:{_DIGITS}|{'|'.join(_WORDS)})"
 _GAP = r"[\s:=_\"'|.-]*(?:[^\W\d_]+[\s:=_\"'|.-]+)"
 _SPAN = rf"(?:[-+]?{_NUMERAL}\s*(?:-|to|[–—…]|\.\.+)\s*)"
 _STATED = re.compile(
-    rf"(?<![^\W_])(?:(?:scale|likert|range|rubric|points){_GAP}{{0,3}}[\s:=(\[]*{_RANGE}(?P<end>{_TOP})"
+    rf"(?<![^\W_])(?:(?:scale|likert|range|rubric|points){_GAP}{{0,3}}[\s:=(\[]*(?:{_RANGE}|{_SPAN})(?P<end>{_TOP})"
     rf"|(?:scor(?:es?|ing)|rat(?:ings?|e[ds]?)|grad(?:ing|e[ds]?)|marks?){_GAP}{{0,3}}"
     rf"(?:[(\[]\s*{_SPAN}|(?:from|of|in|are|go)\s+{_SPAN}|between\s+{_NUMERAL}\s+and\s+)(?P<span>{_TOP})"
     rf"|(?:scale|{_BEST}|full|possible|out\s+of|up\s+to|at\s+most|more\s+than|ends?\s+at|ceiling|bound|limit|[满滿]分"
-    rf"|total\s+(?:points|marks)){_GAP}{{0,4}}?(?P<most>{_TOP})\s*(?:{_UNIT}|$|[).,;!])"
+    rf"|total\s+(?:points|marks)){_GAP}{{0,4}}?(?P<most>{_TOP})\s*(?:{_UNIT}|$|[).,;:!])"
     rf"|(?:{_SPAN})?(?P<best>{_TOP})[\s-]*(?:{_UNIT}[\s-]*)?(?:scale|likert|=\s*(?:good|great)|(?:is|means)\s+excellent|\(\s*{_BEST}\s*\)"
     r"|(?:is|=|:|being|as|means|would\s+be|the|(?:is\s+)?(?:reserved\s+)?for)\s*(?:an?\s+|the\s+|for\s+)?"
     rf"(?:{_BEST}|full)(?![^\W_]))|^\W*{_SPAN}(?P<alone>{_TOP})\W*$|^\W*(?P<legend>{_TOP})\s*\W\s*(?:{_BEST}|excellent)(?![^\W_]))",
@@ -142,9 +142,7 @@ def read_score(text: str, verdict: PatternVerdict | JsonVerdict, *, low: float, 
     >>> read_score("Clear and right. Score: 8/10", PatternVerdict(), low=0, high=10)
     8.0
     """
-    found, around = _found(text, verdict, high, whole=True)
-    value = _checked(found, low, high)
-    _without_scales(around, high, value)
+    value = _checked(_found(text, verdict, high, whole=True), low, high)
     _check_sentences(text, verdict, high, value)
     return value
 
@@ -157,10 +155,8 @@ def read_scores(
     >>> read_scores('The second is wrong. {"scores": [8, 1.5]}', JsonVerdict(field="scores"), count=2, low=0, high=10)
     [8.0, 1.5]
     """
-    found, around = _found(text, verdict, high)
-    _without_scales(around, high)
+    given = found = _found(text, verdict, high)
     _check_sentences(text, verdict, high)
-    given = found
     if isinstance(found, str):
         listed = fold(found).rstrip(" .").strip(" \t*_`[](){}")
         commas = "," if not _SEPARATOR.search(listed) else None
@@ -234,7 +230,7 @@ def _check_sentences(text: str, verdict: PatternVerdict | JsonVerdict, high: flo
             if tops and _MAXIMUM.fullmatch(name) and _plain(tops[-1]) != high:
                 raise ValueError(f"the judge's score is on another scale: {name} is {said!r}, not {high:g}")
         texts = "\n".join(said for said in fields.values() if isinstance(said, str))
-        rest = f"{rest[:start]}\n{texts}\n{rest[end:]}"
+        rest = f"{rest[:start]} {value:g} {rest[end:]}\n{texts}"
     for sentence in _STATEMENT.split(_unmarked(_STARS.sub(lambda stars: f" out of {len(stars[0])}. ", rest))):
         sentence = _COUNT.sub("", sentence)
         tops = [(found[0], found[found.lastgroup or 0]) for found in _STATED.finditer(sentence)]
@@ -252,14 +248,14 @@ def _plain(number: str) -> float:
     return float(_WORDS.get(number.lower()) or number.replace(",", "."))
 
 
-def _locate(text: str, verdict: PatternVerdict | JsonVerdict, *, whole: bool) -> tuple[Any, str, str]:
-    """The verdict, and the texts before it and after it."""
+def _locate(text: str, verdict: PatternVerdict | JsonVerdict, *, whole: bool) -> tuple[Any, str]:
+    """The verdict, and the text after it."""
     if isinstance(verdict, JsonVerdict):
         spoken = _spoken(text)
-        for found, start, end in reversed([*_objects(spoken)]):
+        for found, _, end in reversed([*_objects(spoken)]):
             if verdict.field in found:
-                return found[verdict.field], spoken[:start], spoken[end:]
-        return None, "", ""
+                return found[verdict.field], spoken[end:]
+        return None, ""
     spoken = fold(_spoken(text))
     if verdict == PatternVerdict():
         spoken = _BRACKETED.sub(r"\1\2 ", _SCALED_NAME.sub(r"\1", spoken))
@@ -270,23 +266,22 @@ def _locate(text: str, verdict: PatternVerdict | JsonVerdict, *, whole: bool) ->
     late = [one for one, before in lines if found and one.start() >= found[-1].start() and not _ASPECT.search(before)]
     after = named if found == named else late  # an average, or a correction
     if not found or found[-1][1] is None or len({one[1] for one in [found[-1], *after]}) > 1:
-        return None, "", ""
+        return None, ""
     start, end = found[-1].span(1)
     if whole and re.search(r"\d[.,]?$", spoken[:start]) and spoken[start].isdigit():
         raise ValueError(f"the pattern matches a part of a number: {spoken[max(0, start - 20) : start + 20]!r}")
-    return (spoken[start:], spoken[:start], "") if whole else (found[-1][1], spoken[:start], spoken[end:])
+    return (spoken[start:], "") if whole else (found[-1][1], spoken[end:])
 
 
-def _found(text: str, verdict: PatternVerdict | JsonVerdict, high: float, *, whole: bool = False) -> tuple[Any, str]:
-    """The verdict, and what the statements around it say."""
-    found, before, after = _locate(text, verdict, whole=whole)
+def _found(text: str, verdict: PatternVerdict | JsonVerdict, high: float, *, whole: bool = False) -> Any:
+    """The verdict. Raises ValueError if what follows it may be another one."""
+    found, after = _locate(text, verdict, whole=whole)
     if found is None:
         raise ValueError(f"the judge's answer holds no score: {text[-80:]!r}")
-    *earlier, last = _STATEMENT.split(_unmarked(before))
-    first, *later = _STATEMENT.split(_unmarked(after))
-    if any(_UNREAD.search(_without_scales(one, high)) for one in (first, *later) if _GOES_ON.match(one)):
+    later = filter(_GOES_ON.match, _STATEMENT.split(_unmarked(after)))
+    if any(_UNREAD.search(_without_scales(one, high)) for one in later):
         raise ValueError(f"the judge's answer goes on with another score: {after[:80]!r}")
-    return found, " ; ".join([*filter(_GOES_ON.match, earlier), last, first, *filter(_GOES_ON.match, later)])
+    return found
 
 
 def _checked(found: Any, low: float, high: float) -> float:

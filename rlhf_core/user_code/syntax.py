@@ -76,13 +76,10 @@ def top_level_names(tree: ast.Module) -> set[str]:
     return names
 
 
-_BINDS = {"globals", "vars", "setattr", "__dict__", "modules"}
-_BINDS_AT_IMPORT = {"exec", "eval", "locals", "update_wrapper"}
+_BINDS = {"globals", "locals", "vars", "setattr", "__dict__", "modules", "exec", "update_wrapper"}
 
 
 def binds_out_of_sight(tree: ast.Module) -> bool:
     """True if a module may bind or change names in ways that its syntax does not show, such as `globals()["f"] = g`."""
-    functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
-    later = {one for function in functions for statement in function.body for one in ast.walk(statement)}
-    used = {(getattr(node, "attr", getattr(node, "id", getattr(node, "name", ""))), node) for node in ast.walk(tree)}
-    return any(name in _BINDS or (name in _BINDS_AT_IMPORT and node not in later) for name, node in used)
+    nodes = ast.walk(tree)
+    return any(getattr(node, "attr", getattr(node, "id", getattr(node, "name", ""))) in _BINDS for node in nodes)
