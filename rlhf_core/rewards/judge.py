@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import httpx
 
 from rlhf_core.config.rewards import ChatServer, GenerativeReward, JudgedTerm, JudgeReward
-from rlhf_core.errors import explain
+from rlhf_core.errors import ConfigError, explain
 from rlhf_core.http.client import post, shown_body
 from rlhf_core.http.retries import retried
 from rlhf_core.moved import moved_names
@@ -161,6 +161,8 @@ class Judge(Worker):
             if self.config.compares == "group":
                 return self._compared(generations, shown(self._rubric(generations[0].prompt)))
             return RewardOutcome(tuple(map(self._verdict, generations)))
+        except ConfigError:  # of a rubric
+            raise
         except (ChatFailed, ValueError) as error:
             key = f"rewards.{self.name}[prompt {generations[0].prompt.id}]"
             reason = shortened(str(error))

@@ -190,6 +190,8 @@ def test_the_verdicts_on_the_criteria_are_weighed(endpoint, text, rubric, value)
 def test_a_rubric_is_shown_as_a_whole_and_a_criterion_without_a_verdict_is_a_failure(endpoint):
     with judge(endpoint, template="{completion}:\n{rubric}", rubric_column="rubric") as one:
         assert one([with_rubric("a")]).values == (5.0,)
+        with pytest.raises(ConfigError, match="has no such column"):  # not a failure of the answer
+            one([generation("a")])
     shown = endpoint.requests[0]["messages"][0]["content"]
     assert shown == "a:\n1. has an x (weight 3)\n2. has a y (weight 1)\n3. has a z (weight -2)"
     endpoint.says = lambda asked: "Score: 1" if " has an x" in asked else "hm"
