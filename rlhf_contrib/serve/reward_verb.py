@@ -81,7 +81,7 @@ def open_score(options: argparse.Namespace, store: ArtifactStore) -> Iterator[Sc
     if options.function:
         settings = WorkerSettings(arguments=read_arguments(options.arguments))
         with IsolatedReward("served", options.function, timeout_s=options.timeout_s, settings=settings) as reward:
-            yield function_score(reward)
+            yield function_score(reward.outcome)
         return
     ref, which = find_model(RewardModelRef, options.reward_model, options.profile, store, Home.here().make())
     print_line(console, which)

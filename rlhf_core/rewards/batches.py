@@ -85,7 +85,7 @@ Reward = Callable[[Sequence[Generation]], RewardOutcome]
 
 
 class Worker:
-    """A `Reward` that holds a process or connections. Close it, or use it in a `with` block."""
+    """Scores generations with a process or with connections. Close it, or use it in a `with` block."""
 
     def close(self) -> None:
         """Release everything."""
@@ -215,12 +215,11 @@ def _is_reward(value: float) -> bool:
     return math.isfinite(value) and abs(value) <= LARGEST_REWARD
 
 
-def checked(name: str, outcome: RewardOutcome, generations: Sequence[Generation]) -> list[float]:
-    """Return the values if there is one finite and not absurd number per generation; RewardError otherwise."""
+def checked(name: str, values: Sequence[float | None], generations: Sequence[Generation]) -> list[float]:
+    """Return `values` if there is one finite and not absurd number per generation; RewardError otherwise."""
+    outcome = screened(name, RewardOutcome(tuple(values)), generations, on_failure="fail")
     found: list[float] = []
-    for value, generation in zip(
-        screened(name, outcome, generations, on_failure="fail").values, generations, strict=True
-    ):
+    for value, generation in zip(outcome.values, generations, strict=True):
         if value is None:
             key = f"rewards.{name}[prompt {generation.prompt.id}]"
             raise RewardError(key, None, "the reward function returned None", "return a number for every prompt")

@@ -69,8 +69,8 @@ class IsolatedReward(Worker):
     Several batches of `batch_size` (0: one), cut as it `compares`, are put to an async function at a time.
 
     >>> with IsolatedReward("exact", "rlhf_core.rewards.verifiable:exact_match", timeout_s=5.0) as reward:
-    ...     reward([]).values
-    ()
+    ...     reward([])
+    []
     """
 
     name: str
@@ -84,7 +84,11 @@ class IsolatedReward(Worker):
     def __post_init__(self) -> None:
         self.is_async = self._start()
 
-    def __call__(self, generations: Sequence[Generation]) -> RewardOutcome:
+    def __call__(self, generations: Sequence[Generation]) -> list[float | None]:
+        """Return one value per generation, None where the reward does not apply."""
+        return list(self.outcome(generations).values)
+
+    def outcome(self, generations: Sequence[Generation]) -> RewardOutcome:
         """Return the values and the logs of the function."""
         if not generations:
             return RewardOutcome(())

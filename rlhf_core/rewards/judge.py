@@ -155,7 +155,7 @@ class Judge(Worker):
     def __post_init__(self) -> None:
         self._endpoint = ChatEndpoint(f"rewards.{self.name}", self.config, pause=self.pause)
 
-    def __call__(self, generations: Sequence[Generation]) -> RewardOutcome:
+    def outcome(self, generations: Sequence[Generation]) -> RewardOutcome:
         """Return the score of each generation; where answers are compared, all are answers to one prompt."""
         try:
             if self.config.compares == "group":

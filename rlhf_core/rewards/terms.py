@@ -125,7 +125,7 @@ def open_elsewhere(
         case FunctionReward():
             workers = _start_workers(name, spec, leases, functions, notes)
             size = 0 if workers[0].is_async else _batch_size(spec)
-            return batched(workers, batch_size=size, retries=spec.retries)
+            return batched([worker.outcome for worker in workers], batch_size=size, retries=spec.retries)
         case RemoteReward():
             client = remote.RemoteRewardClient(
                 name,
@@ -143,7 +143,7 @@ def open_elsewhere(
         case JudgeReward():
             judge = leases.enter_context(Judge(name, spec, seed=seed))
             # One at a time: each verdict is cached as soon as it is paid for.
-            return batched([judge] * spec.concurrency, batch_size=1, retries=0)
+            return batched([judge.outcome] * spec.concurrency, batch_size=1, retries=0)
         case _:
             assert_never(spec)
 

@@ -379,11 +379,11 @@ def test_logs_add_up():
 
 
 def test_every_checked_value_is_a_reward():
-    assert checked("gold", RewardOutcome((1.0, 0.5)), GENERATIONS[:2]) == [1.0, 0.5]
+    assert checked("gold", [1.0, 0.5], GENERATIONS[:2]) == [1.0, 0.5]
     for values, problem in (
         ((0.0, math.nan), r"\[prompt b\] = nan"),
         ((1.0, None), r"\[prompt b\] = None"),
         ((0.0,), " = 1: values for 2"),
     ):
         with pytest.raises(RewardError, match=rf"rewards\.gold{problem}"):
-            checked("gold", RewardOutcome(values), GENERATIONS[:2])
+            checked("gold", values, GENERATIONS[:2])

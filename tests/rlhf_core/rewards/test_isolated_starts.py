@@ -134,7 +134,7 @@ def outcome(reward: IsolatedReward) -> Any:
     """The value for one answer, or the reason of the failure; then the process is closed."""
     with reward:
         try:
-            (value,) = reward(answers("a")).values
+            (value,) = reward(answers("a"))
         except BatchFailed as failed:
             return failed.reason
         return value
@@ -227,9 +227,9 @@ def test_a_function_that_kills_or_stops_the_warm_parent_harms_no_other(functions
         struck = warm_parent()
         struck._connection.settimeout(0.5)
         with IsolatedReward("mine", f"{functions}:strike", timeout_s=60.0, settings=settings) as reward:
-            assert reward(answers("a")).values == (1.0,)
+            assert reward(answers("a")) == [1.0]
         assert outcome(IsolatedReward("next", f"{functions}:meddle", timeout_s=60.0)) == 1.0
-        assert warm_parent() is not struck and other(answers("a")).values == (1.0,)
+        assert warm_parent() is not struck and other(answers("a")) == [1.0]
         pid = other._host.process.pid
     assert_gone([pid, struck._process.pid])
 

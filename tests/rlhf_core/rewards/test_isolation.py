@@ -164,17 +164,17 @@ def test_an_answer_that_cannot_be_read_is_reported_and_survived(moods):
         with pytest.raises(BatchFailed, match="returned a value that cannot be read") as failed:
             reward(answers("next"))
         assert failed.value.reason.startswith("answer cannot be read: ValueError")
-        assert reward(answers("next")).values == (4.0,)  # a fresh process
+        assert reward(answers("next")) == [4.0]  # a fresh process
         with pytest.raises(BatchFailed) as short:
             reward(answers("a", "short"))
         assert not short.value.divisible  # it is unknown which value is missing
-        assert reward([]).values == ()
+        assert reward([]) == []
 
 
 def test_arguments_and_protocol_reach_the_process(moods):
     settings = WorkerSettings(arguments={"unit": 2.5}, protocol="trl_text")
     with IsolatedReward("unit", f"{moods}:by_unit", timeout_s=60.0, settings=settings) as limited:
-        assert limited(answers("aa")).values == (5.0,)
+        assert limited(answers("aa")) == [5.0]
     sent = WorkerSettings(arguments={"most": math.inf})
     assert WorkerSettings.model_validate_json(sent.model_dump_json()) == sent
 
@@ -183,7 +183,7 @@ def test_the_batches_of_an_async_function_are_under_way_together(moods):
     with IsolatedReward("meeting", f"{moods}:meeting", timeout_s=60.0, batch_size=1) as meeting:
         assert meeting.is_async
         for _ in range(2):  # on the same loop
-            assert meeting(answers("a", "bb", "ccc")).values == (1.0, 2.0, 3.0)  # each waits until all three have come
+            assert meeting(answers("a", "bb", "ccc")) == [1.0, 2.0, 3.0]  # each waits until all three have come
 
 
 def test_the_function_alone_has_the_secret_not_its_command_line_its_errors_or_the_sandbox(moods, monkeypatch):
@@ -196,7 +196,7 @@ def test_the_function_alone_has_the_secret_not_its_command_line_its_errors_or_th
     with IsolatedReward("mine", f"{moods}:secretive", timeout_s=60.0, settings=settings) as reward:
         command = Path(f"/proc/{reward._host.process.pid}/cmdline").read_bytes()
         assert b"env:FAR_KEY" in command and b"a-secret" not in command
-        assert reward(answers("a", "b")).values == (14.0, 0.0)
+        assert reward(answers("a", "b")) == [14.0, 0.0]
         with pytest.raises(BatchFailed, match=r"refused: \*\*\*") as caught:
             reward(answers("raise"))
         assert "a-secret" not in caught.value.reason and caught.value.reason.endswith("refused: ***")
@@ -323,4 +323,4 @@ def test_a_function_may_spawn_processes_that_run_its_own_file(tmp_path, name):
     (tmp_path / "spawns.py").write_text(SPAWNS)
     (tmp_path / "spawned_helper.py").write_text("def length(text): return float(len(text))\n")
     with IsolatedReward("r", f"{tmp_path / 'spawns.py'}:{name}", timeout_s=90.0) as reward:
-        assert reward([answer("abc")]).values == (3.0,)
+        assert reward([answer("abc")]) == [3.0]

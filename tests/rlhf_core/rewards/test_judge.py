@@ -44,7 +44,7 @@ def judge(endpoint: ChatServer, pauses: list[float] | None = None, **settings: A
     config = JudgeReward.model_validate(given | settings)
     with Judge("judge", config, pause=waited.append) as one:
         yield BatchedReward(
-            "judge", [one], batch_size=1, retries=0, on_failure=config.on_failure, compares=config.compares
+            "judge", [one.outcome], batch_size=1, retries=0, on_failure=config.on_failure, compares=config.compares
         )
 
 

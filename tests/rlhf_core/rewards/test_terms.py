@@ -86,7 +86,7 @@ class Paid(Worker):
     def __init__(self, name: str, config: JudgeReward, *, seed: int) -> None:
         Paid.asked = []
 
-    def __call__(self, generations: Sequence[Generation]) -> RewardOutcome:
+    def outcome(self, generations: Sequence[Generation]) -> RewardOutcome:
         texts = [one.completion.text for one in generations]
         Paid.asked += texts
         if "bad" in texts:

@@ -318,6 +318,6 @@ def test_the_key_and_the_process_find_the_same_modules(tmp_path, monkeypatch, sh
     answer = Generation(prompt, (1,), Completion((2,), (-1.0,), "yes", "stop", 0, 0))
     settings = WorkerSettings(code={spec: before})
     with IsolatedReward("mine", spec, timeout_s=60.0, settings=settings) as reward:
-        assert reward([answer]).values == (2.0 if shadowed else 1.0,)
+        assert reward([answer]) == [2.0 if shadowed else 1.0]
     (first / "lib_of_mine.py" if shadowed else tmp_path / "lib_of_mine.py").write_text("VALUE = 3.0\n")
     assert user_code_digest(spec) != before
