@@ -121,7 +121,7 @@ _SCALED_NAME = re.compile(
 )
 """A scale between `score` and its colon, where the default pattern does not expect one."""
 _BRACKETED = re.compile(
-    rf"(?i:(?<=score)([\s*_]*[:=][\s*_]*))(?:\\boxed|[ \[(\"'“<{{$`])++([-+]?{_DIGITS}(?:\s*/\s*{_DIGITS})?)"
+    rf"(?i:(?<=score)([\s*_]*[:=][\s*_]*))(?:\\boxed|[ \[(\"'“{{`]|<(?=[-+\d.,/ ]+>)|\$(?=[^$\n]+\$))++([-+]?{_DIGITS}(?:\s*/\s*{_DIGITS})?)"
     r"(?: *[\])\"'”>}$`])*"
 )
 """A score in brackets or quotation marks, which the default pattern does not look for."""

@@ -27,6 +27,7 @@ def test_the_last_score_counts(text, verdict, score):
     [
         ("very good", PatternVerdict(), "holds no score"),
         ("Score: 11", PatternVerdict(), "not between 0 and 10"),
+        ("Score: <7", PatternVerdict(), "holds no score"),
         ('{"score": [1]}', PatternVerdict(), "holds no score"),
         ('{"score": null}', JsonVerdict(), "holds no score"),
         ('{"score": "good"}', JsonVerdict(), "'good' is not a number"),
