@@ -23,7 +23,7 @@ LONG_STRING = 2000  # characters
 
 HELD = {
     "class names used twice": 18,
-    "function names in several modules": 124,
+    "function names in several modules": 121,
     "tokens per line": 6.8,
     "tokens of the core": 510_200,
 }
