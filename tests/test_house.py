@@ -23,9 +23,9 @@ LONG_STRING = 2000  # characters
 
 HELD = {
     "class names used twice": 18,
-    "function names in several modules": 124,
+    "function names in several modules": 121,
     "tokens per line": 6.8,
-    "tokens of the core": 511_200,
+    "tokens of the core": 510_200,
 }
 """Figure of the packages -> its limit. Lower a limit when the figure falls; never raise it."""
 # The core's limit is its size when topics moved to rlhf_contrib, plus 10,000, and 3,300 for router replay and adapters of

@@ -33,7 +33,9 @@ def check_rewards(specs: Sequence[StageSpec], all_specs: Sequence[StageSpec], *,
                 path = f"evaluate.suites.{part.name}" if isinstance(part, FunctionSuite) else path
                 parameters = parameters_of(part.function, key=f"{path}.function")
                 if load:
-                    parameters = loaded_parameters(part.function) if parameters is None else None
+                    parameters = (
+                        loaded_parameters(part.function, key=f"{path}.function") if parameters is None else None
+                    )
                 if parameters is not None:
                     _check_function(part, parameters, path, all_specs)
 

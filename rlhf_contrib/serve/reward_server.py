@@ -26,7 +26,7 @@ from rlhf_core.errors import RewardError, RlhfError
 from rlhf_core.http.door import Door, health_alone
 from rlhf_core.http.serving import BodyLimits, BodyRefused, read_body
 from rlhf_core.interfaces import Trainer
-from rlhf_core.rewards.batches import Logs, Reward, RewardOutcome, as_outcome
+from rlhf_core.rewards.batches import Logs, Reward, RewardOutcome
 from rlhf_core.types import Column, Generation, Message, Prompt, answered, encodable
 
 logger = logging.getLogger(__name__)
@@ -268,7 +268,7 @@ def function_score(reward: Reward) -> Score:
     """Return a scorer by `reward`: each prompt is one message of a user, as it was sent, and tokens are not known."""
 
     def score(queries: Sequence[Query]) -> RewardOutcome:
-        outcome = as_outcome(reward([_generation(number, query) for number, query in enumerate(queries)]))
+        outcome = reward([_generation(number, query) for number, query in enumerate(queries)])
         return _checked(outcome, len(queries))
 
     return score

@@ -16,14 +16,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Self
 
 from rlhf_core.errors import RewardError, explain
-from rlhf_core.http.retries import pause_before
+from rlhf_core.http.retries import retried
 from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.store.fingerprint import sha256_text
 from rlhf_core.types import Generation, chunks, encodable
@@ -64,6 +63,15 @@ class RewardOutcome:
         """The number of generations that the reward was shown."""
         return len(self.values) if self.asked is None else self.asked
 
+    def row(self, at: int) -> RewardOutcome:
+        """The outcome of one generation, without logs.
+
+        >>> RewardOutcome((1.0, None), failures={1: "late"}).row(1)
+        RewardOutcome(values=(None,), failures={0: 'late'}, logs={}, scores=(), asked=None)
+        """
+        failures = {0: self.failures[at]} if at in self.failures else {}
+        return RewardOutcome(self.values[at : at + 1], failures, scores=self.scores[at : at + 1])
+
 
 @dataclass(frozen=True, slots=True)
 class NoReward:
@@ -72,11 +80,22 @@ class NoReward:
     reason: str
 
 
-class Reward(Protocol):
-    """Anything that scores generations: a model, a function in its process, a server, a judge."""
+Reward = Callable[[Sequence[Generation]], RewardOutcome]
+"""Anything that scores generations: a model, a function in its process, a server, a judge."""
 
-    def __call__(self, generations: Sequence[Generation]) -> RewardOutcome | Sequence[float | None]:
-        """Return one value per generation, None where it does not apply."""
+
+class Worker:
+    """Scores generations with a process or with connections. Close it, or use it in a `with` block."""
+
+    def close(self) -> None:
+        """Release everything."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class BatchFailed(RewardError):
@@ -86,11 +105,6 @@ class BatchFailed(RewardError):
         super().__init__(message)
         self.reason = shortened(reason)
         self.divisible = divisible
-
-
-def as_outcome(answer: RewardOutcome | Sequence[float | None]) -> RewardOutcome:
-    """Return the result of a `Reward` as an outcome."""
-    return answer if isinstance(answer, RewardOutcome) else RewardOutcome(tuple(answer))
 
 
 def check_length(name: str, outcome: RewardOutcome, generations: Sequence[Generation]) -> None:
@@ -180,17 +194,6 @@ def read_number(value: Any) -> float | None:
     return float(value) if hasattr(value, "__float__") else None
 
 
-def joined_scores(outcomes: Sequence[RewardOutcome]) -> tuple[float | None, ...]:
-    """Return the scores of consecutive outcomes.
-
-    >>> joined_scores([RewardOutcome((1.0,), scores=(0.5,)), RewardOutcome((1.0, 2.0))])
-    (0.5, None, None)
-    """
-    if not any(outcome.scores for outcome in outcomes):
-        return ()
-    return tuple(score for one in outcomes for score in one.scores or (None,) * len(one.values))
-
-
 def read_scores(value: Any, count: int) -> tuple[float | None, ...]:
     """Return the `scores` of a function or server, if they are one finite number or None for each of `count` answers.
 
@@ -238,7 +241,8 @@ class ResultCache:
         self._identity = identity
         self._path = path
         self._adding = threading.Lock()
-        self._known: dict[str, _Kept] = _read(path) if path is not None and path.is_file() else {}
+        self.known: dict[str, RewardOutcome] = _read(path) if path is not None and path.is_file() else {}
+        """Key -> outcome of one generation; None, does not apply, is a value."""
 
     def key(self, generation: Generation) -> str:
         """Return the key of a generation: the reward's identity, the prompt with its label, and the answer's content.
@@ -260,45 +264,28 @@ class ResultCache:
         ]
         return sha256_text(json.dumps(content, separators=(",", ":")))
 
-    def known(self, key: str) -> bool:
-        """Return whether there is a value; None, does not apply, is one."""
-        return key in self._known
-
-    def value(self, key: str) -> float | None:
-        """Return the value of a known key."""
-        return self._known[key][0]
-
-    def score(self, key: str) -> float | None:
-        """Return the score that was given beside the value of a known key; None if none was."""
-        return self._known[key][1]
-
-    def add(
-        self, values: Mapping[str, float | None], scores: Mapping[str, float | None] = MappingProxyType({})
-    ) -> None:
-        """Keep values by key, and the `scores` that were given beside them."""
-        kept = {key: (value, scores.get(key)) for key, value in values.items()}
+    def add(self, generations: Sequence[Generation], outcome: RewardOutcome) -> None:
+        """Keep what was scored. Failures are not kept, so that they are tried again."""
+        kept = {self.key(one): outcome.row(at) for at, one in enumerate(generations) if at not in outcome.failures}
         with self._adding:
-            self._known.update(kept)
+            self.known.update(kept)
             if self._path is not None and kept:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 with self._path.open("a", encoding="utf-8") as stream:
                     # After a kill the last line may be half written: a line of its own begins what comes after it.
-                    stream.write("".join(f"\n{json.dumps([key, *one])}" for key, one in kept.items()))
+                    rows = ([key, *row.values, *(row.scores or [None])] for key, row in kept.items())
+                    stream.write("".join(f"\n{json.dumps(row)}" for row in rows))
 
 
-_Kept: TypeAlias = tuple[float | None, float | None]
-"""A value and the score beside it."""
-
-
-def _read(path: Path) -> dict[str, _Kept]:
+def _read(path: Path) -> dict[str, RewardOutcome]:
     """Return the content of a cache file; a truncated line is skipped."""
-    known: dict[str, _Kept] = {}
+    known: dict[str, RewardOutcome] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
-            key, value, *score = json.loads(line)  # there were no scores once
+            key, value, *scores = json.loads(line)  # there were no scores once
         except ValueError:
             continue
-        known[key] = (value, score[0] if score else None)
+        known[key] = RewardOutcome((value,), scores=tuple(one for one in scores if one is not None))
     return known
 
 
@@ -312,9 +299,8 @@ FAILED_CALLS = 48
 """Failed calls per batch after which the rest of the batch is marked failed, as each may take a full timeout. Enough to
 isolate four bad answers among a thousand."""
 
-Ask = Callable[[Sequence[Generation]], RewardOutcome]
 
-
+@dataclass(eq=False)
 class BatchedReward:
     """A `Reward` that puts batches to `workers`, each of which answers one batch at a time.
 
@@ -325,88 +311,79 @@ class BatchedReward:
     batch are kept as soon as it is settled: neither a kill nor a batch that fails later makes them be paid for again.
     """
 
-    def __init__(
-        self,
-        name: str,
-        workers: Sequence[Ask],
-        *,
-        batch_size: int,
-        retries: int,
-        on_failure: OnFailure,
-        compares: Compares = "nothing",
-        failed_calls: int = FAILED_CALLS,
-        cache: ResultCache | None = None,
-        pause: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self._name = name
-        self._free: queue.SimpleQueue[Ask] = queue.SimpleQueue()
-        for ask in workers:
-            self._free.put(ask)
-        self._workers = len(workers)
-        self._batch_size = batch_size
-        self._retries = retries
-        self.on_failure: OnFailure = on_failure
-        self._compares: Compares = compares
-        self._failed_calls = failed_calls
-        self._cache = cache
-        self._pause = pause
+    name: str
+    workers: Sequence[Reward]
+    _: KW_ONLY
+    batch_size: int
+    """Answers per batch; 0 for one batch per worker."""
+    retries: int
+    on_failure: OnFailure
+    compares: Compares = "nothing"
+    failed_calls: int = FAILED_CALLS
+    cache: ResultCache | None = None
+    pause: Callable[[float], None] = time.sleep
+
+    def __post_init__(self) -> None:
+        self._free: queue.SimpleQueue[Reward] = queue.SimpleQueue()
+        for worker in self.workers:
+            self._free.put(worker)
 
     def __call__(self, generations: Sequence[Generation]) -> RewardOutcome:
-        """Return one value per generation; those that failed, with their reasons, only for `on_failure = "invalid"`."""
-        if self._cache is None:
+        """Return the outcome for all generations."""
+        cache = self.cache
+        if cache is None:
             return self._scored(generations)
-        keys = [self._cache.key(generation) for generation in generations]
-        new = {key: at for at, key in enumerate(keys) if not self._cache.known(key)}  # one of those that are alike
-        outcome = self._scored([generations[at] for at in new.values()])
-        failures = {key: outcome.failures[at] for at, key in enumerate(new) if at in outcome.failures}
-        scores = tuple(None if key in failures else self._cache.score(key) for key in keys)
-        return RewardOutcome(
-            tuple(None if key in failures else self._cache.value(key) for key in keys),
-            {at: failures[key] for at, key in enumerate(keys) if key in failures},
-            outcome.logs,
-            scores if any(score is not None for score in scores) else (),
-        )
+        keys = [cache.key(generation) for generation in generations]
+        missing = {key: at for at, key in enumerate(keys) if key not in cache.known}
+        outcome = self._scored([generations[at] for at in missing.values()])
+        fresh = {key: outcome.row(at) for at, key in enumerate(missing)}
+        return replace(joined([fresh.get(key) or cache.known[key] for key in keys]), logs=outcome.logs)
 
     def _scored(self, generations: Sequence[Generation]) -> RewardOutcome:
         if not generations:
             return RewardOutcome(())
-        size = self._batch_size or -(-len(generations) // self._workers)  # rounded up: one batch per worker
-        batches = cut(generations, size, compares=self._compares)
-        if self._workers == 1:
+        size = self.batch_size or -(-len(generations) // len(self.workers))  # rounded up: one batch per worker
+        batches = cut(generations, size, compares=self.compares)
+        if len(self.workers) == 1:
             return joined([self._settled(batch) for batch in batches])
-        with ThreadPoolExecutor(self._workers, thread_name_prefix=f"reward-{self._name}") as pool:
+        with ThreadPoolExecutor(len(self.workers), thread_name_prefix=f"reward-{self.name}") as pool:
             return joined(list(pool.map(self._settled, batches)))
 
     def _settled(self, batch: Sequence[Generation]) -> RewardOutcome:
         ask = self._free.get()
         try:
-            outcome = self._tried(lambda rows: screened(self._name, ask(rows), rows, on_failure=self.on_failure), batch)
+            outcome = self._tried(lambda rows: screened(self.name, ask(rows), rows, on_failure=self.on_failure), batch)
         finally:
             self._free.put(ask)
-        if self._cache is not None:
-            settled = {self._cache.key(one): at for at, one in enumerate(batch) if at not in outcome.failures}
-            self._cache.add(
-                {key: outcome.values[at] for key, at in settled.items()},
-                {key: outcome.scores[at] for key, at in settled.items()} if outcome.scores else {},
-            )
+        if self.cache is not None:
+            self.cache.add(batch, outcome)
         return outcome
 
-    def _tried(self, ask: Ask, batch: Sequence[Generation]) -> RewardOutcome:
-        for attempt in range(self._retries + 1):
-            try:
-                return ask(batch)
-            except RewardError as error:
-                if attempt < self._retries and isinstance(error, BatchFailed) and error.divisible:
-                    pause = pause_before(attempt + 1, first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S)
-                    logger.warning("%s; retrying in %g s (retry %d of %d)", error, pause, attempt + 1, self._retries)
-                    self._pause(pause)
-                    continue
-                if self.on_failure == "fail":
-                    raise
+    def _tried(self, ask: Reward, batch: Sequence[Generation]) -> RewardOutcome:
+        try:
+            return retried(
+                lambda: ask(batch),
+                retries=self.retries,
+                again=_may_pass,
+                first_s=FIRST_PAUSE_S,
+                longest_s=LONGEST_PAUSE_S,
+                pause=self.pause,
+            )
+        except RewardError as error:
+            if self.on_failure == "fail":
+                raise
+            parts = cut(batch, 1, compares=self.compares)
+            if len(parts) > 1:
                 logger.warning("%s; searching for the answers that cause it", error)
-                parts = cut(batch, 1, compares=self._compares)
-                return bisect_failures(ask, batch, error, parts=parts, failed_calls=self._failed_calls)
-        raise AssertionError("the last try returns or raises")
+            return bisect_failures(ask, batch, error, parts=parts, failed_calls=self.failed_calls)
+
+
+def _may_pass(error: Exception) -> bool:
+    """True if the same batch may succeed later; what is wrong with it is logged."""
+    passes = isinstance(error, BatchFailed) and error.divisible
+    if passes:
+        logger.warning("%s; trying again", error)
+    return passes
 
 
 def cut(generations: Sequence[Generation], size: int, *, compares: Compares) -> list[Sequence[Generation]]:
@@ -430,7 +407,7 @@ def whole_groups(rows: Sequence[Generation], *, at_least: int) -> list[Sequence[
 
 
 def bisect_failures(
-    ask: Ask,
+    ask: Reward,
     batch: Sequence[Generation],
     error: RewardError,
     *,
@@ -439,41 +416,39 @@ def bisect_failures(
 ) -> RewardOutcome:
     """Return the outcome of a batch that failed with `error`: its parts are halved until one that fails stands alone."""
     starts = [0, *accumulate(map(len, parts))]
-    values: list[float | None] = [None] * len(batch)
-    scores: list[float | None] = [None] * len(batch)
-    failures: dict[int, str] = {}
-    logs = []
+    found: dict[int, RewardOutcome] = {}
     waiting: deque[tuple[int, int, RewardError]] = deque([(0, len(parts), error)])
     while waiting:
         first, last, error = waiting.popleft()
         whole = isinstance(error, BatchFailed) and not error.divisible
         if last - first == 1 or whole or failed_calls <= 0:
-            failures |= dict.fromkeys(range(starts[first], starts[last]), reason_of(error))
+            count = starts[last] - starts[first]
+            found[first] = RewardOutcome((None,) * count, dict.fromkeys(range(count), reason_of(error)))
             continue
         middle = (first + last) // 2
         for begin, end in ((first, middle), (middle, last)):
-            low, high = starts[begin], starts[end]
             try:
-                outcome = ask(batch[low:high])
+                found[begin] = ask(batch[starts[begin] : starts[end]])
             except RewardError as inner:
                 failed_calls -= 1
                 waiting.append((begin, end, inner))
-            else:
-                values[low:high] = outcome.values
-                scores[low:high] = outcome.scores or (None,) * (high - low)
-                failures |= {low + at: reason for at, reason in outcome.failures.items()}
-                logs.append(outcome.logs)
-    given = any(score is not None for score in scores)
-    return RewardOutcome(tuple(values), failures, merged_logs(logs), tuple(scores) if given else ())
+    return joined([found[first] for first in sorted(found)])
 
 
 def joined(outcomes: Sequence[RewardOutcome]) -> RewardOutcome:
-    """Return the outcomes of consecutive batches as one."""
+    """Return the outcomes of consecutive batches as one.
+
+    >>> joined([RewardOutcome((1.0,), scores=(0.5,)), RewardOutcome((None, 2.0), {0: "late"})])
+    RewardOutcome(values=(1.0, None, 2.0), failures={1: 'late'}, logs={}, scores=(0.5, None, None), asked=None)
+    """
     values: list[float | None] = []
+    scores: list[float | None] = []
     failures: dict[int, str] = {}
-    for outcome in outcomes:
-        failures |= {len(values) + at: reason for at, reason in outcome.failures.items()}
-        values += outcome.values
+    for one in outcomes:
+        failures |= {len(values) + at: reason for at, reason in one.failures.items()}
+        values += one.values
+        scores += one.scores or (None,) * len(one.values)
+    given = any(one.scores for one in outcomes)
     return RewardOutcome(
-        tuple(values), failures, merged_logs([outcome.logs for outcome in outcomes]), joined_scores(outcomes)
+        tuple(values), failures, merged_logs([one.logs for one in outcomes]), tuple(scores) if given else ()
     )

@@ -5,9 +5,11 @@ often by mistake.
 """
 
 import ast
+import copy
+import dis
 import inspect
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType
@@ -16,6 +18,7 @@ from typing import Any, TypeAlias
 from rlhf_core.processes.installed import is_users_own
 
 Definition: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
+_END = "the end of the function"
 _INNER = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
 
@@ -98,7 +101,7 @@ def _used(tree: ast.Module) -> Iterator[str]:
 
 def _forgets(node: Definition, used: set[str]) -> bool:
     own = list(_own(node))
-    if _ends(node.body) or any(isinstance(one, (ast.Yield, ast.YieldFrom)) for one in own):
+    if any(isinstance(one, (ast.Yield, ast.YieldFrom)) for one in own) or not _ends_open(node):
         return False
     returns = [one.value for one in own if isinstance(one, ast.Return)]
     return any(value is not None for value in returns) or (not returns and node.name in used)
@@ -114,33 +117,24 @@ def _own(node: ast.AST) -> Iterator[ast.AST]:
             waiting += ast.iter_child_nodes(child)
 
 
-def _breaks(node: ast.AST) -> bool:
-    """Return whether a `break` leaves the loop `node`."""
-    return any(
-        isinstance(one, ast.Break)
-        or (not isinstance(one, (*_INNER, ast.For, ast.AsyncFor, ast.While)) and _breaks(one))
-        for one in ast.iter_child_nodes(node)
-    )
+class _Plain(ast.NodeTransformer):
+    """Removes what keeps a function from being compiled alone, and `with`, whose body goes on where it does."""
+
+    def visit_Nonlocal(self, node: ast.Nonlocal) -> ast.AST:
+        return ast.Pass()
+
+    def visit_With(self, node: ast.With | ast.AsyncWith) -> ast.AST | list[ast.stmt]:
+        self.generic_visit(node)
+        return node if any("suppress" in ast.unparse(item) for item in node.items) else node.body
+
+    visit_AsyncWith = visit_With
 
 
-def _ends(body: Sequence[ast.stmt]) -> bool:
-    """Return whether the end of `body` cannot be reached."""
-    match body[-1]:
-        case ast.Return() | ast.Raise():
-            return True
-        case ast.If(body=then, orelse=otherwise):
-            return bool(otherwise) and _ends(then) and _ends(otherwise)
-        case ast.With(items=items, body=inner) | ast.AsyncWith(items=items, body=inner):
-            return _ends(inner) and not any("suppress" in ast.unparse(item) for item in items)
-        case ast.Try(body=inner, handlers=handlers, orelse=otherwise, finalbody=last):
-            tried = _ends(otherwise or inner) and all(_ends(handler.body) for handler in handlers)
-            return tried or bool(last and _ends(last))
-        case ast.While(test=ast.Constant(value=always)) as loop if always:
-            return not _breaks(loop)
-        case ast.For() | ast.AsyncFor() | ast.While() as loop:
-            return bool(loop.orelse) and _ends(loop.orelse) and not _breaks(loop)
-        case ast.Match(cases=cases):
-            catches_all = isinstance(cases[-1].pattern, ast.MatchAs) and cases[-1].pattern.pattern is None
-            return catches_all and cases[-1].guard is None and all(_ends(case.body) for case in cases)
-        case _:
-            return False
+def _ends_open(node: Definition) -> bool:
+    """Return whether the end of a function can be reached: there the compiler keeps a `return`."""
+    function = _Plain().visit(copy.deepcopy(node))
+    function.decorator_list = []
+    function.body.append(ast.Return(ast.Constant(_END)))
+    module = compile(ast.fix_missing_locations(ast.Module([function], [])), "<end>", "exec")
+    codes = [one for one in module.co_consts if isinstance(one, CodeType) and one.co_name == node.name]
+    return any(one.argval == _END for one in dis.get_instructions(codes[-1]))

@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from rlhf_core.config.rewards import GenerativeReward
+from rlhf_core.config.rewards import GenerativeReward, OnFailure
 from rlhf_core.data.chat import UNLIMITED, ChatTemplate
 from rlhf_core.errors import RewardError
 from rlhf_core.interfaces import Trainer, logprob_rows
@@ -13,6 +14,7 @@ from rlhf_core.rewards.rubrics import read_rubric
 from rlhf_core.types import Generation, Message, TokenSample, chunks
 
 
+@dataclass(frozen=True)
 class GenerativeModel:
     """A `Reward` that asks a frozen policy about each answer, and compares the log-probs of the replies in `verdicts`.
 
@@ -21,27 +23,28 @@ class GenerativeModel:
     policy would say something else, and the rewards mean little.
     """
 
-    def __init__(
-        self, name: str, config: GenerativeReward, trainer: Trainer, chat: ChatTemplate, *, longest: int | None
-    ) -> None:
-        self._name = name
-        self._config = config
-        self.on_failure = config.on_failure
-        self._trainer = trainer
-        self._chat = chat
-        self._longest = longest
+    name: str
+    config: GenerativeReward
+    trainer: Trainer
+    chat: ChatTemplate
+    longest: int | None
+
+    @property
+    def on_failure(self) -> OnFailure:
+        """Treatment of an answer that cannot be judged."""
+        return self.config.on_failure
 
     def __call__(self, generations: Sequence[Generation]) -> RewardOutcome:
         """Return one value per generation."""
-        config, count = self._config, len(self._config.verdicts)
-        rubrics = [read_rubric(config, self._name, one.prompt) for one in generations]
+        config, count = self.config, len(self.config.verdicts)
+        rubrics = [read_rubric(config, self.name, one.prompt) for one in generations]
         asked = [
             [self._replies(question) for question in questions(config, generation, rubric)]
             for generation, rubric in zip(generations, rubrics, strict=True)
         ]
         failures = {at: why for at, rows in enumerate(asked) if (why := self._too_long(rows, generations[at]))}
         samples = [reply for at, rows in enumerate(asked) if at not in failures for row in rows for reply in row]
-        logprobs = [math.fsum(one) for one in logprob_rows(self._trainer, samples)] if samples else []
+        logprobs = [math.fsum(one) for one in logprob_rows(self.trainer, samples)] if samples else []
         verdicts = chunks(logprobs, count)
         scores = iter([expected_value(list(config.verdicts.values()), one) for one in verdicts])
         values = [
@@ -55,20 +58,20 @@ class GenerativeModel:
         """Return a question with each of the verdicts as the reply, whose tokens alone are masked in."""
         ask = [Message("user", question)]
         replies = [
-            self._chat.continuation(ask, [Message("assistant", verdict)], max_length=UNLIMITED)
-            for verdict in self._config.verdicts
+            self.chat.continuation(ask, [Message("assistant", verdict)], max_length=UNLIMITED)
+            for verdict in self.config.verdicts
         ]
         return [reply for reply in replies if reply is not None]  # nothing is cut, so there are all of them
 
     def _too_long(self, rows: Sequence[Sequence[TokenSample]], generation: Generation) -> str:
         """Return why an answer cannot be judged, "" if it can; RewardError for `on_failure = "fail"`."""
         length = max(len(reply.token_ids) for row in rows for reply in row)
-        if self._longest is None or length <= self._longest:
+        if self.longest is None or length <= self.longest:
             return ""
-        rule = f"the judge reads at most {self._longest} tokens"
+        rule = f"the judge reads at most {self.longest} tokens"
         if self.on_failure == "fail":
             key, remedy = (
-                f"rewards.{self._name}[prompt {generation.prompt.id}]",
+                f"rewards.{self.name}[prompt {generation.prompt.id}]",
                 "choose shorter answers or another judge",
             )
             raise RewardError(key, f"a question of {length} tokens", rule, remedy)

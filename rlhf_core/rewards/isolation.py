@@ -18,7 +18,8 @@ import resource
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Self
+from dataclasses import KW_ONLY, dataclass
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict
 
@@ -27,7 +28,7 @@ from rlhf_core.processes.child import take_standard_streams
 from rlhf_core.processes.guard import start_guard
 from rlhf_core.processes.host import Ended, Host, send_message
 from rlhf_core.processes.warm import start_warm
-from rlhf_core.rewards.batches import BatchFailed, RewardOutcome, check_length, cut, joined
+from rlhf_core.rewards.batches import BatchFailed, RewardOutcome, Worker, check_length, cut, joined
 from rlhf_core.rewards.protocols import Adapted, AnyProtocol, adapt
 from rlhf_core.schema.secrets import resolved
 from rlhf_core.secrets.redaction import hide_in_logs, without_secrets
@@ -59,7 +60,8 @@ class WorkerSettings(BaseModel):
     """Most memory of the process; 0 sets no limit."""
 
 
-class IsolatedReward:
+@dataclass(eq=False)
+class IsolatedReward(Worker):
     """A `Reward` that runs `function` in a child process and gives each call `timeout_s`.
 
     The process starts at construction (ConfigError if the function cannot be loaded) and is restarted after a call
@@ -71,22 +73,15 @@ class IsolatedReward:
     []
     """
 
-    def __init__(
-        self,
-        name: str,
-        function: str,
-        *,
-        timeout_s: float,
-        settings: WorkerSettings = WorkerSettings(),
-        batch_size: int = 0,
-        compares: Compares = "nothing",
-    ) -> None:
-        self._name = name
-        self._function = function
-        self._settings = settings
-        self._timeout_s = timeout_s
-        self._batch_size = batch_size
-        self._compares: Compares = compares
+    name: str
+    function: str
+    _: KW_ONLY
+    timeout_s: float
+    settings: WorkerSettings = WorkerSettings()
+    batch_size: int = 0
+    compares: Compares = "nothing"
+
+    def __post_init__(self) -> None:
         self.is_async = self._start()
 
     def __call__(self, generations: Sequence[Generation]) -> list[float | None]:
@@ -100,50 +95,44 @@ class IsolatedReward:
         if self._host.process.poll() is not None:
             self._host.close()
             self.is_async = self._start()
-        size = self._batch_size or len(generations)
-        batches = [list(batch) for batch in cut(generations, size, compares=self._compares)]
+        size = self.batch_size or len(generations)
+        batches = [list(batch) for batch in cut(generations, size, compares=self.compares)]
         self._host.send(batches)
-        kind, answer = self._answer(self._timeout_s)
+        kind, answer = self._answer(self.timeout_s)
         if kind == "outcomes":
             for outcome, batch in zip(answer, batches, strict=True):
-                check_length(self._name, outcome, batch)
+                check_length(self.name, outcome, batch)
             return joined(answer)
         if kind == "refused":
-            raise ConfigError(f"rewards.{self._name}.{answer}")
+            raise ConfigError(f"rewards.{self.name}.{answer}")
         raise self._failure(kind, answer, generations)
 
     def close(self) -> None:
         """End the process and all that it started."""
         self._host.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _failure(self, kind: str, answer: Any, generations: Sequence[Generation]) -> BatchFailed:
         last = str(answer).rstrip().splitlines()[-1:]  # of a traceback: the exception
-        late = f"took longer than {self._timeout_s:g} s"
+        late = f"took longer than {self.timeout_s:g} s"
         problem, reason = {
-            "raised": (f"{self._function} raised:\n{answer}", f"raised {' '.join(last)}"),
-            "timeout": (f"{self._function} {late} for {len(generations)} generations", late),
+            "raised": (f"{self.function} raised:\n{answer}", f"raised {' '.join(last)}"),
+            "timeout": (f"{self.function} {late} for {len(generations)} generations", late),
             "unreadable": (
-                f"{self._function} returned a value that cannot be read: {answer}",
+                f"{self.function} returned a value that cannot be read: {answer}",
                 f"answer cannot be read: {answer}",
             ),
-            "died": (f"the process of {self._function} ended with status {answer}", f"ended with status {answer}"),
+            "died": (f"the process of {self.function} ended with status {answer}", f"ended with status {answer}"),
         }[kind]
         ids = f"prompts {generations[0].prompt.id} to {generations[-1].prompt.id}"
         remedy = "fix the function, or raise timeout_s"
-        return BatchFailed(explain(f"rewards.{self._name}", ids, problem, remedy), reason=reason)
+        return BatchFailed(explain(f"rewards.{self.name}", ids, problem, remedy), reason=reason)
 
     def _start(self) -> bool:
         """Start a process and wait until its function is loaded; return whether the function is async."""
-        settings = self._settings.model_dump_json()
+        settings = self.settings.model_dump_json()
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._host = Host(
-            start_warm("rlhf_core.rewards.isolation", [self._function, settings], environment=user_code_environment()),
+            start_warm("rlhf_core.rewards.isolation", [self.function, settings], environment=user_code_environment()),
             received=self._answers.put,
         )
         kind, answer = self._answer(START_TIMEOUT_S)
@@ -151,10 +140,10 @@ class IsolatedReward:
             return bool(answer)
         self._host.close()
         if kind == "refused":
-            raise ConfigError(f"rewards.{self._name}.{answer}")
+            raise ConfigError(f"rewards.{self.name}.{answer}")
         problem = "did not load" if kind == "died" else f"did not load within {START_TIMEOUT_S:g} s"
         remedy = "import it in a Python shell to see the error"
-        raise ConfigError(f"rewards.{self._name}.function", self._function, problem, remedy)
+        raise ConfigError(f"rewards.{self.name}.function", self.function, problem, remedy)
 
     def _answer(self, timeout_s: float) -> tuple[str, Any]:
         """Return the next answer of the process, or how the process failed to give one; then it has been killed."""

@@ -4,17 +4,18 @@ import json
 import re
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import httpx
 
 from rlhf_core.config.rewards import ChatServer, GenerativeReward, JudgedTerm, JudgeReward
-from rlhf_core.errors import RewardError
+from rlhf_core.errors import ConfigError, explain
 from rlhf_core.http.client import post, shown_body
 from rlhf_core.http.retries import retried
 from rlhf_core.moved import moved_names
-from rlhf_core.rewards.batches import FIRST_PAUSE_S, LONGEST_PAUSE_S, Logs, RewardOutcome, shortened
+from rlhf_core.rewards.batches import FIRST_PAUSE_S, LONGEST_PAUSE_S, BatchFailed, RewardOutcome, Worker, shortened
 from rlhf_core.rewards.protocols import prompt_text
 from rlhf_core.rewards.rubrics import Criterion, read_rubric, shown, weighted_share
 from rlhf_core.rewards.verdicts import read_score, read_scores
@@ -136,64 +137,47 @@ CORRECTION = "Your reply holds no verdict in the requested form. Give only the v
 _PLACE = re.compile(r"\{(prompt|completion|label|rubric|criterion|answers)\}")
 
 
-class Judge:
+@dataclass(eq=False)
+class Judge(Worker):
     """A `Reward` that sends one request per generation, criterion or group; `BatchedReward` runs `concurrency` at a time.
 
     Requests are retried with exponential backoff, and a reply without a score, or with one outside of the range, is answered
-    with a request for one. What stays without is a failure: of that generation, or of the group that was compared.
-    RewardError for `on_failure = "fail"`. The order in which a group is shown follows from `seed` and the prompt.
+    with a request for one. Raises BatchFailed for an answer or a group that stays without. The order in which a group is
+    shown follows from `seed` and the prompt.
     """
 
-    def __init__(
-        self, name: str, config: JudgeReward, *, seed: int = 0, pause: Callable[[float], None] = time.sleep
-    ) -> None:
-        self._name = name
-        self._config = config
-        self._seed = seed
-        self._endpoint = ChatEndpoint(f"rewards.{name}", config, pause=pause)
+    name: str
+    config: JudgeReward
+    _: KW_ONLY
+    seed: int = 0
+    pause: Callable[[float], None] = time.sleep
+
+    def __post_init__(self) -> None:
+        self._endpoint = ChatEndpoint(f"rewards.{self.name}", self.config, pause=self.pause)
 
     def outcome(self, generations: Sequence[Generation]) -> RewardOutcome:
         """Return the score of each generation; where answers are compared, all are answers to one prompt."""
-        logs: Logs = {}
-        failures: dict[int, str] = {}
-        values: tuple[float | None, ...]
-        if self._config.compares == "group":
-            rubric = shown(self._rubric(generations[0].prompt))
-            try:
-                values, logs = self._compared(generations, rubric)
-            except (ChatFailed, ValueError) as error:
-                values = (None,) * len(generations)
-                failures = dict.fromkeys(range(len(generations)), shortened(str(error)))
-        else:
-            verdicts = [self._verdict(generation) for generation in generations]
-            failures = {at: verdict for at, verdict in enumerate(verdicts) if isinstance(verdict, str)}
-            values = tuple(None if isinstance(verdict, str) else verdict for verdict in verdicts)
-        if failures and self._config.on_failure == "fail":
-            at, reason = next(iter(failures.items()))
-            key = f"rewards.{self._name}[prompt {generations[at].prompt.id}]"
-            raise RewardError(key, reason, "the judge gave no score", "fix the template or the server")
-        return RewardOutcome(values, failures, logs)
+        try:
+            if self.config.compares == "group":
+                return self._compared(generations, shown(self._rubric(generations[0].prompt)))
+            return RewardOutcome(tuple(map(self._verdict, generations)))
+        except ConfigError:  # of a rubric
+            raise
+        except (ChatFailed, ValueError) as error:
+            key = f"rewards.{self.name}[prompt {generations[0].prompt.id}]"
+            reason = shortened(str(error))
+            message = explain(key, reason, "the judge gave no score", "fix the template or the server")
+            raise BatchFailed(message, reason=reason) from None
 
     def close(self) -> None:
         self._endpoint.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _verdict(self, generation: Generation) -> float | str:
-        """Return the score, or why there is none."""
-        config, criteria = self._config, self._rubric(generation.prompt)
-        try:
-            scores = [self._score(question) for question in questions(config, generation, criteria)]
-        except (ChatFailed, ValueError) as error:
-            return shortened(str(error))
-        return joint_score(config, criteria, scores)
+    def _verdict(self, generation: Generation) -> float:
+        config, criteria = self.config, self._rubric(generation.prompt)
+        return joint_score(config, criteria, [self._score(one) for one in questions(config, generation, criteria)])
 
     def _score(self, question: str) -> float:
-        config = self._config
+        config = self.config
         return ask_for(
             self._endpoint,
             question,
@@ -201,11 +185,11 @@ class Judge:
             corrections=config.corrections,
         )
 
-    def _compared(self, group: Sequence[Generation], rubric: str) -> tuple[tuple[float, ...], Logs]:
+    def _compared(self, group: Sequence[Generation], rubric: str) -> RewardOutcome:
         """Return the mean score of each answer over all orders, and how far the scores of the orders differ."""
-        config, prompt = self._config, group[0].prompt
+        config, prompt = self.config, group[0].prompt
         rows = []
-        for order in orders_of(len(group), config.orders, seed=derive_seed(self._seed, "judge", prompt.id)):
+        for order in orders_of(len(group), config.orders, seed=derive_seed(self.seed, "judge", prompt.id)):
             answers = "\n\n".join(f"Answer {n}:\n{group[at].completion.text}" for n, at in enumerate(order, start=1))
             scores = ask_for(
                 self._endpoint,
@@ -217,10 +201,11 @@ class Judge:
             rows.append([by_answer[at] for at in range(len(group))])
         columns = list(zip(*rows, strict=True))
         gaps = [max(column) - min(column) for column in columns]
-        return tuple(map(fmean, columns)), {"order_gap": (sum(gaps), len(gaps))} if len(rows) > 1 else {}
+        logs = {"order_gap": (sum(gaps), len(gaps))} if len(rows) > 1 else {}
+        return RewardOutcome(tuple(map(fmean, columns)), logs=logs)
 
     def _rubric(self, prompt: Prompt) -> tuple[Criterion, ...]:
-        return read_rubric(self._config, self._name, prompt)
+        return read_rubric(self.config, self.name, prompt)
 
 
 def questions(config: JudgedTerm, generation: Generation, criteria: Sequence[Criterion]) -> list[str]:

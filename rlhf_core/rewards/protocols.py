@@ -30,6 +30,7 @@ import inspect
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Literal
 
 from rlhf_core.errors import ConfigError
@@ -133,7 +134,7 @@ class Adapted:
         return self._read(answer, len(generations), log)
 
     def _read(self, answer: Any, count: int, log: _Log) -> RewardOutcome:
-        outcome = read_answer(answer, count, also=log.logs())
+        outcome = read_result(answer, count, also=log.logs())
         nothing = outcome.values.count(None)
         place = forgotten_return(self.function) if nothing else ""
         if place:
@@ -151,16 +152,11 @@ class Adapted:
                 prompts = [prompt_text(one.prompt.messages) for one in generations]
                 queries = [prompt + one.completion.text for prompt, one in zip(prompts, generations, strict=True)]
                 return self.function(queries, prompts, [one.prompt.label for one in generations], **self.arguments)
-            case "columns":
-                given: dict[str, Any] = columns_of(generations) | {
-                    "prompts": [prompt_text(one.prompt.messages) for one in generations],
-                    "completions": [one.completion.text for one in generations],
-                    "labels": [one.prompt.label for one in generations],
-                    "generations": list(generations),
-                }
-            case "trl" | "trl_text" | "trl_messages":
-                given = columns_of(generations) | _trl_arguments(generations, self.protocol)
-                given = given | {"trainer_state": None, "log_extra": log.column, "log_metric": log.metric}
+        given = columns_of(generations) | _said(generations, self.protocol)
+        if self.protocol == "columns":
+            given |= {"labels": [one.prompt.label for one in generations], "generations": list(generations)}
+        else:
+            given |= {"trainer_state": None, "log_extra": log.column, "log_metric": log.metric}
         return self.function(**{**self._accepted(given), **self.arguments})
 
     def _accepted(self, given: dict[str, Any]) -> dict[str, Any]:
@@ -276,15 +272,14 @@ def columns_of(generations: Sequence[Generation]) -> dict[str, list[Any]]:
     }
 
 
-def read_answer(answer: Any, count: int, *, also: Logs) -> RewardOutcome:
+def read_result(answer: Any, count: int, *, also: Logs = MappingProxyType({})) -> RewardOutcome:
     """Return a function's result as an outcome of plain floats; ValueError or TypeError if it holds no numbers."""
     logs = [also]
     scores: tuple[float | None, ...] = ()
     if isinstance(answer, Mapping):
-        logs += [logged(name, value, count) for name, value in (answer.get("extra_logs") or {}).items()]
-        if "scores" in answer:
-            logs.append(logged("scores", answer["scores"], count))
-            scores = read_scores(answer["scores"], count)
+        extra = dict(answer.get("extra_logs") or {}) | {"scores": answer.get("scores")}
+        logs += [logged(name, value, count) for name, value in extra.items()]
+        scores = read_scores(answer.get("scores"), count)
         if "rewards" not in answer:
             raise ValueError(f"the returned dictionary has no 'rewards', only {sorted(answer)}")
         answer = answer["rewards"]
@@ -320,7 +315,8 @@ def _name(function: Callable[..., Any]) -> str:
     return str(getattr(function, "__name__", type(function).__name__))
 
 
-def _trl_arguments(generations: Sequence[Generation], protocol: Protocol) -> dict[str, Any]:
+def _said(generations: Sequence[Generation], protocol: Protocol) -> dict[str, Any]:
+    """Prompts and completions, as messages or as text."""
     talks = [protocol == "trl_messages" or (protocol == "trl" and one.prompt.conversational) for one in generations]
     prompts, completions = [], []
     for one, talk in zip(generations, talks, strict=True):

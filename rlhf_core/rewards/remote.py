@@ -13,18 +13,16 @@ import math
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, Self
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 import httpx
 
-from rlhf_core.config.rewards import Compares
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.http.client import TooLarge, post, shown_body
 from rlhf_core.http.retries import pause_before
-from rlhf_core.rewards.batches import BatchFailed, RewardOutcome, cut, joined, logged, merged_logs, read_scores
-from rlhf_core.rewards.protocols import prompt_text
+from rlhf_core.rewards.batches import BatchFailed, RewardOutcome, Worker
+from rlhf_core.rewards.protocols import prompt_text, read_result
 from rlhf_core.schema.secrets import bearer, resolved
 from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.types import Generation
@@ -46,8 +44,9 @@ def plain_query(generation: Generation) -> str:
     return prompt_text(generation.prompt.messages) + generation.completion.text
 
 
-class RemoteRewardClient:
-    """A `Reward` from servers at `urls`: batches go to all of them in parallel, and from a failed one to the next.
+@dataclass(eq=False)
+class RemoteRewardClient(Worker):
+    """A `Reward` from servers at `urls`: batches go to them in turn, and from a failed one to the next. Threads may share it.
 
     `timeout_s` is for one try; connecting has 5 s of its own, and the last read of an answer that arrives slowly may be late
     by as much again. So a batch has an answer or fails within (retries + 1) * (2 * timeout_s + 13 s), mostly far sooner.
@@ -55,53 +54,32 @@ class RemoteRewardClient:
     a model, prompt and answer rendered as that model reads them. Close it, or use it in a `with` block.
     """
 
-    def __init__(
-        self,
-        name: str,
-        urls: Sequence[str],
-        *,
-        timeout_s: float,
-        retries: int,
-        batch_size: int,
-        token_env: str,
-        compares: Compares = "nothing",
-        query: QueryText = plain_query,
-    ) -> None:
-        self._name = name
-        self._urls = _Rotation(name, urls)
-        self._addresses = {url: str(resolved(url, f"rewards.{name}.urls")) for url in urls}
-        self._timeout_s = timeout_s
-        self._retries = retries
-        self._batch_size = batch_size
-        self._compares: Compares = compares
-        self._query = query
-        self._client = httpx.Client(headers=bearer(f"rewards.{name}.token_env", token_env))
-        self._pool = ThreadPoolExecutor(len(urls), thread_name_prefix=f"remote-{name}")
+    name: str
+    urls: Sequence[str]
+    _: KW_ONLY
+    timeout_s: float
+    retries: int
+    token_env: str
+    query: QueryText = plain_query
 
-    def __call__(self, generations: Sequence[Generation]) -> RewardOutcome:
-        """Return one value per generation, None for null, and the servers' logs."""
-        batches = cut(generations, self._batch_size, compares=self._compares)
-        return joined(list(self._pool.map(self._scored, batches)))
+    def __post_init__(self) -> None:
+        self._turns = _Rotation(self.name, self.urls)
+        self._addresses = {url: str(resolved(url, f"rewards.{self.name}.urls")) for url in self.urls}
+        self._client = httpx.Client(headers=bearer(f"rewards.{self.name}.token_env", self.token_env))
 
     def close(self) -> None:
-        self._pool.shutdown()
         self._client.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _scored(self, batch: Sequence[Generation]) -> RewardOutcome:
+    def __call__(self, batch: Sequence[Generation]) -> RewardOutcome:
+        """Return one value per generation, None for null, and the server's logs."""
         body = {
-            "query": [self._query(one) for one in batch],
+            "query": [self.query(one) for one in batch],
             "prompts": [prompt_text(one.prompt.messages) for one in batch],
             "labels": [one.prompt.label for one in batch],
         }
         problems: dict[str, _NoRewards] = {}
-        for attempt in range(self._retries + 1):
-            url = self._urls.next(avoid=[url for url, problem in problems.items() if problem.final])
+        for attempt in range(self.retries + 1):
+            url = self._turns.next(avoid=[url for url, problem in problems.items() if problem.final])
             if url is None:
                 break
             if url in problems:  # another one is tried at once; the same one after a while
@@ -111,19 +89,19 @@ class RemoteRewardClient:
                 outcome = read_answer(self._post(url, body), len(batch))
             except _NoRewards as problem:
                 problems[url] = problem
-                self._urls.cool(url)
-                logger.warning("rewards.%s: %s %s", self._name, url, problem.reason)
+                self._turns.cool(url)
+                logger.warning("rewards.%s: %s %s", self.name, url, problem.reason)
             else:
-                self._urls.answered(url)
+                self._turns.answered(url)
                 return outcome
         raise self._failure(batch, problems)
 
     def _post(self, url: str, body: Mapping[str, Any]) -> Any:
         """Return the JSON that `url` answers within the deadline, else _NoRewards."""
         try:
-            answer = post(self._client, self._addresses[url], body, timeout_s=self._timeout_s)
+            answer = post(self._client, self._addresses[url], body, timeout_s=self.timeout_s)
         except httpx.TimeoutException:
-            raise _NoRewards(f"took longer than {self._timeout_s:g} s") from None
+            raise _NoRewards(f"took longer than {self.timeout_s:g} s") from None
         except TooLarge as error:
             raise _NoRewards(str(error)) from None
         except httpx.HTTPError as error:
@@ -139,7 +117,7 @@ class RemoteRewardClient:
     def _failure(self, batch: Sequence[Generation], problems: Mapping[str, _NoRewards]) -> BatchFailed:
         reasons = "; ".join(f"{url} {problem.reason}" for url, problem in problems.items())
         ids = f"prompts {batch[0].prompt.id} to {batch[-1].prompt.id}"
-        message = explain(f"rewards.{self._name}", ids, reasons, "fix the server, or raise timeout_s or retries")
+        message = explain(f"rewards.{self.name}", ids, reasons, "fix the server, or raise timeout_s or retries")
         return BatchFailed(message, reason=reasons, divisible=not any(problem.final for problem in problems.values()))
 
 
@@ -147,13 +125,11 @@ def read_answer(answer: Any, count: int) -> RewardOutcome:
     """Return the rewards of a server's answer with its logs; _NoRewards if they are not `count` numbers or nulls."""
     if not isinstance(answer, dict) or not isinstance(answer.get("rewards"), list):
         raise _NoRewards(f"returned no list of rewards: {without_secrets(str(answer))[:100]}")
-    values = tuple(_number(value) for value in answer["rewards"])
+    values = [_number(value) for value in answer["rewards"]]
     if len(values) != count:
         raise _NoRewards(f"returned {len(values)} rewards for {count} answers")
-    extra = answer.get("extra_logs") or {}
-    logs = (dict(extra) if isinstance(extra, dict) else {}) | {"scores": answer.get("scores")}
-    found = merged_logs([logged(name, value, count) for name, value in logs.items()])
-    return RewardOutcome(values, logs=found, scores=read_scores(answer.get("scores"), count))
+    extra = answer.get("extra_logs")
+    return read_result(answer | {"rewards": values, "extra_logs": extra if isinstance(extra, dict) else {}}, count)
 
 
 # ---------------------------------------------------------------- private

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from statistics import fmean
 from typing import Any
 
@@ -22,7 +22,6 @@ from rlhf_core.config.rewards import (
     Composition,
     GatedProduct,
     Gdpo,
-    OverlongPenalty,
     RewardsConfig,
     Term,
     WeightedSum,
@@ -30,7 +29,7 @@ from rlhf_core.config.rewards import (
 )
 from rlhf_core.errors import RewardError, explain
 from rlhf_core.interfaces import Metrics
-from rlhf_core.rewards.batches import BatchedReward, Logs, Reward, RewardOutcome, as_outcome, merged_logs, screened
+from rlhf_core.rewards.batches import BatchedReward, Logs, Reward, RewardOutcome, joined, merged_logs, screened
 from rlhf_core.rewards.model import check_reward_models
 from rlhf_core.rewards.shaping import RunningNormalizer, clipped, linear_weight, soft_overlong, truncated_reward
 from rlhf_core.rewards.terms import open_terms
@@ -136,11 +135,11 @@ def _standardized(value: float, mean: float, std: float) -> float:
 
 # ---------------------------------------------------------------- Score generations: every term, then composition and shaping, to rollouts
 
-__all__ = ["Scorer", "check_reward_models", "component_means", "open_scorer", "overlong_penalties"]
-
 logger = logging.getLogger(__name__)
 
 NO_REWARD = "no reward applies"
+REWARD = ""
+"""Key of the composed reward's normalizer, beside the terms' names."""
 _NOT_IN_A_NAME = re.compile(r"[^\w\-. ]")
 
 
@@ -161,22 +160,17 @@ class Scorer:
         self._config = config
         self._rewards = rewards
         self._agents = agents
-        self._step = 0
-        self._normalizer = RunningNormalizer.empty()
-        self._of_terms = dict.fromkeys(
-            (name for name, spec in config.terms.items() if spec.normalize == "running"), RunningNormalizer.empty()
-        )
-        self._logs: dict[str, tuple[float, int]] = {}
-        self._failed: dict[str, tuple[int, int]] = {}
-        self._ranges: dict[str, tuple[float, float, int]] = {}
+        running = (name for name, spec in config.terms.items() if spec.normalize == "running")
+        self._normalizers = dict.fromkeys((REWARD, *running), RunningNormalizer.empty())
         self._constant: set[str] = set()
+        self.at_step(0)
 
     def at_step(self, step: int) -> None:
         """Weigh the terms as at `step` of policy optimization, and begin its logs."""
         self._step = step
-        self._logs = {}
-        self._failed = {}
-        self._ranges = {}
+        self._logs: dict[str, tuple[float, int]] = {}
+        self._failed: dict[str, tuple[int, int]] = {}
+        self._ranges: dict[str, tuple[float, float, int]] = {}
 
     def __call__(self, generations: Sequence[Generation]) -> list[Rollout]:
         """Return one rollout per generation, in order; RewardError names the reward and the prompt.
@@ -184,23 +178,26 @@ class Scorer:
         A generation that failed is not shown to any reward. It is invalid, and so is one for which a term that counts
         failed, or to which none applies: its reward is NaN and `invalid` is the reason.
         """
-        sent = [at for at, generation in enumerate(generations) if not generation.completion.failure]
-        shown = [generations[at] for at in sent]
+        shown = [one for one in generations if not one.completion.failure]
         outcomes = self._outcomes(shown)
-        self._keep_logs(outcomes)
-        self._count_failed(outcomes, failed_episodes(generations, self._agents))
+        self._note(outcomes, failed_episodes(generations, self._agents))
         weights = self._weights()
-        rewards = self._composed(outcomes, weights, [one.prompt.id for one in shown])
-        reasons = [self._reason(at, outcomes, weights, rewards[at]) for at in range(len(shown))]
-        shaped = iter(self._shaped([reward for reward, why in zip(rewards, reasons, strict=True) if not why]))
+        composed = self._composed(outcomes, weights, [one.prompt.id for one in shown])
+        reasons = [self._reason(at, outcomes, weights, composed[at]) for at in range(len(shown))]
+        valid = [None if why else reward for reward, why in zip(composed, reasons, strict=True)]
+        rewards = self._scaled(valid, self._config)
         scores = self._scores(outcomes, weights) or (None,) * len(shown)
-        rollouts = {
-            at: _rollout(one, next(shaped) if not why else math.nan, _components(outcomes, i), why, scores[i])
-            for i, (at, one, why) in enumerate(zip(sent, shown, reasons, strict=True))
-        }
+        rollouts = iter(
+            [
+                _rollout(one, rewards[at], _components(outcomes, at), reasons[at], scores[at])
+                for at, one in enumerate(shown)
+            ]
+        )
         return [
-            self._with_penalty(rollouts[at]) if at in rollouts else _rollout(one, math.nan, {}, one.completion.failure)
-            for at, one in enumerate(generations)
+            _rollout(one, None, {}, failure)
+            if (failure := one.completion.failure)
+            else self._with_penalty(next(rollouts))
+            for one in generations
         ]
 
     def comparable(self) -> Scorer:
@@ -240,45 +237,33 @@ class Scorer:
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint (JSON)."""
-        terms = {name: asdict(normalizer) for name, normalizer in self._of_terms.items()}
-        kept = {"normaliser": asdict(self._normalizer), "terms": terms, "logs": self._logs, "failed": self._failed}
+        terms = {name: asdict(normalizer) for name, normalizer in self._normalizers.items()}
+        kept = {"normaliser": terms.pop(REWARD), "terms": terms, "logs": self._logs, "failed": self._failed}
         return kept | {"ranges": self._ranges}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`; that of an earlier version lacks failures and values."""
-        self._normalizer = RunningNormalizer(**state["normaliser"])
-        self._of_terms = {name: RunningNormalizer(**kept) for name, kept in state["terms"].items()}
+        normalizers = {REWARD: state["normaliser"], **state["terms"]}
+        self._normalizers = {name: RunningNormalizer(**kept) for name, kept in normalizers.items()}
         self._logs = {name: (total, count) for name, (total, count) in state["logs"].items()}
         self._failed = {path: (failed, of) for path, (failed, of) in state.get("failed", {}).items()}
         self._ranges = {name: (low, high, count) for name, (low, high, count) in state.get("ranges", {}).items()}
 
     def _outcomes(self, generations: Sequence[Generation]) -> dict[str, RewardOutcome]:
         """Return the outcome of each reward; those in other processes run concurrently, and beside the models here."""
-        if not generations:
-            return dict.fromkeys(self._rewards, RewardOutcome(()))
-        elsewhere = [name for name, reward in self._rewards.items() if isinstance(reward, BatchedReward)]
-        places = {name: self._places(name, generations) for name in self._rewards}
-        shown = {name: [generations[at] for at in found] for name, found in places.items()}
-        with ThreadPoolExecutor(len(elsewhere) or 1, thread_name_prefix="reward") as pool:
-            waiting = {name: pool.submit(self._rewards[name], shown[name]) for name in elsewhere if shown[name]}
-            here = {
-                name: reward(shown[name])
-                for name, reward in self._rewards.items()
-                if name not in elsewhere and shown[name]
-            }
-            found = here | {name: answer.result() for name, answer in waiting.items()}
-        outcomes = {
-            name: screened(name, as_outcome(found[name]), shown[name], on_failure="fail")
-            if name in found
-            else RewardOutcome(())
-            for name in self._rewards
-        }
-        return {name: spread(outcome, places[name], len(generations)) for name, outcome in outcomes.items()}
 
-    def _places(self, name: str, generations: Sequence[Generation]) -> list[int]:
-        """Return the places of the generations to whose prompts the term `name` applies."""
-        sources = self._config.terms[name].sources
-        return [at for at, one in enumerate(generations) if not sources or one.prompt.source in sources]
+        def outcome(name: str) -> RewardOutcome:
+            sources = self._config.terms[name].sources
+            places = [at for at, one in enumerate(generations) if not sources or one.prompt.source in sources]
+            shown = [generations[at] for at in places]
+            found = self._rewards[name](shown) if shown else RewardOutcome(())
+            return spread(screened(name, found, shown, on_failure="fail"), places, len(generations))
+
+        elsewhere = [name for name, reward in self._rewards.items() if isinstance(reward, BatchedReward)]
+        with ThreadPoolExecutor(len(elsewhere) or 1, thread_name_prefix="reward") as pool:
+            waiting = {name: pool.submit(outcome, name) for name in elsewhere}
+            here = {name: outcome(name) for name in self._rewards if name not in elsewhere}
+            return {name: here[name] if name in here else waiting[name].result() for name in self._rewards}
 
     def _scores(self, outcomes: Mapping[str, RewardOutcome], weights: Mapping[str, float]) -> Sequence[float | None]:
         """Return the scores that the only term with a weight gave beside its values; of several none is the reward's."""
@@ -295,22 +280,21 @@ class Scorer:
     ) -> list[float | None]:
         if not self._config.terms:  # of a policy that learns from teachers alone
             return [0.0] * len(groups)
-        scaled = {
-            name: self._scaled(name, spec, outcomes[name].values, groups) for name, spec in self._config.terms.items()
-        }
+        scaled = {}
+        for name, spec in self._config.terms.items():
+            values = outcomes[name].values
+            scaled[name] = self._scaled(in_group(values, groups) if spec.normalize == "group" else values, spec, name)
         return compose(scaled, self._config.composition, weights, groups)
 
     def _scaled(
-        self, name: str, spec: Term, values: Sequence[float | None], groups: Sequence[str]
+        self, values: Sequence[float | None], config: Term | RewardsConfig, name: str = REWARD
     ) -> list[float | None]:
-        """Return the values of a term, normalized and clipped."""
-        if spec.normalize == "group":
-            values = in_group(values, groups)
+        """Return the values of a term, or of the reward, normalized by all so far and clipped."""
         present = [value for value in values if value is not None]
-        if spec.normalize == "running":
-            self._of_terms[name] = self._of_terms[name].updated(present)
-            present = self._of_terms[name].normalized(present)
-        each = iter(clipped(present, limit=spec.clip) if spec.clip else present)
+        if config.normalize == "running":
+            self._normalizers[name] = self._normalizers[name].updated(present)
+            present = self._normalizers[name].normalized(present)
+        each = iter(clipped(present, limit=config.clip) if config.clip else present)
         return [None if value is None else next(each) for value in values]
 
     def _reason(
@@ -324,20 +308,18 @@ class Scorer:
                 return f"{name}: {outcome.failures[at]}"
         return NO_REWARD if reward is None else ""
 
-    def _shaped(self, rewards: Sequence[float | None]) -> list[float]:
-        found = [reward for reward in rewards if reward is not None]
-        if self._config.normalize == "running":
-            self._normalizer = self._normalizer.updated(found)
-            found = self._normalizer.normalized(found)
-        return clipped(found, limit=self._config.clip) if self._config.clip else found
-
     def _with_penalty(self, rollout: Rollout) -> Rollout:
         rollout = self._if_truncated(rollout)
-        if self._config.overlong is None:
+        if (overlong := self._config.overlong) is None:
             return rollout
-        (penalty,) = overlong_penalties([rollout], self._config.overlong)
+        penalty = soft_overlong(
+            rollout.completion.action_mask.count(1),  # without an environment's tokens
+            max_tokens=overlong.max_tokens,
+            buffer_tokens=overlong.buffer_tokens,
+            factor=overlong.factor,
+        )
         components = rollout.reward_components | {"overlong": penalty}
-        return _rollout(rollout, rollout.reward + penalty, components, rollout.invalid, rollout.score)
+        return replace(rollout, reward=rollout.reward + penalty, reward_components=components)
 
     def _if_truncated(self, rollout: Rollout) -> Rollout:
         treated = self._config.truncated
@@ -347,27 +329,25 @@ class Scorer:
         if rollout.completion.finish_reason == "length" and not rollout.invalid:
             reward = truncated_reward(reward, kind=treated.type, amount=treated.amount)
         components = rollout.reward_components | {"truncated": 0.0 if rollout.invalid else reward - rollout.reward}
-        return _rollout(rollout, reward, components, rollout.invalid, rollout.score)
+        return replace(rollout, reward=reward, reward_components=components)
 
-    def _keep_logs(self, outcomes: Mapping[str, RewardOutcome]) -> None:
+    def _note(self, outcomes: Mapping[str, RewardOutcome], episodes: Counts) -> None:
+        """Add to the logs, ranges and failures of the step."""
         found: list[Logs] = [self._logs]
+        counted = dict(episodes)
         for name, outcome in outcomes.items():
             values = [value for value in outcome.values if value is not None]
             if values:
                 low, high, count = self._ranges.get(name, (math.inf, -math.inf, 0))
                 self._ranges[name] = (min(low, *values), max(high, *values), count + len(values))
             found.append({_metric("reward_extra", name, key): value for key, value in outcome.logs.items()})
+            failed = counted[f"rewards.terms.{name}"] = (len(outcome.failures), outcome.of)
             if getattr(self._rewards[name], "on_failure", "fail") == "invalid":
-                found.append({_metric("reward_failed", name): (len(outcome.failures), outcome.of)})
+                found.append({_metric("reward_failed", name): failed})
         self._logs = merged_logs(found)
-
-    def _count_failed(self, outcomes: Mapping[str, RewardOutcome], episodes: Counts) -> None:
-        counted = dict(episodes)
-        for name, outcome in outcomes.items():
-            counted[f"rewards.terms.{name}"] = (len(outcome.failures), outcome.of)
-        for path, (failed, of) in counted.items():
+        for path, (failures, of) in counted.items():
             before, seen = self._failed.get(path, (0, 0))
-            self._failed[path] = (before + failed, seen + of)
+            self._failed[path] = (before + failures, seen + of)
 
 
 def spread(outcome: RewardOutcome, places: Sequence[int], count: int) -> RewardOutcome:
@@ -378,14 +358,9 @@ def spread(outcome: RewardOutcome, places: Sequence[int], count: int) -> RewardO
     """
     if len(places) == count:
         return outcome
-    values, scores = (list[float | None]([None] * count) for _ in range(2))
-    for at, value in zip(places, outcome.values, strict=True):
-        values[at] = value
-    for at, score in zip(places, outcome.scores, strict=bool(outcome.scores)):
-        scores[at] = score
-    failures = {places[at]: why for at, why in outcome.failures.items()}
-    given = tuple(scores) if outcome.scores else ()
-    return RewardOutcome(tuple(values), failures, outcome.logs, given, asked=len(places))
+    rows = {at: outcome.row(shown) for shown, at in enumerate(places)}
+    whole = joined([rows.get(at, RewardOutcome((None,))) for at in range(count)])
+    return replace(whole, logs=outcome.logs, asked=len(places))
 
 
 @contextmanager
@@ -414,23 +389,11 @@ def component_means(rollouts: Sequence[Rollout]) -> Metrics:
     return {f"reward_component/{name}": fmean(values) for name, values in found.items()}
 
 
-def overlong_penalties(generations: Sequence[Generation], config: OverlongPenalty) -> list[float]:
-    """Return the penalty <= 0 of each generation by the number of its sampled tokens; an environment's do not count."""
-    return [
-        soft_overlong(
-            generation.completion.action_mask.count(1),
-            max_tokens=config.max_tokens,
-            buffer_tokens=config.buffer_tokens,
-            factor=config.factor,
-        )
-        for generation in generations
-    ]
-
-
 def _rollout(
-    one: Generation, reward: float, components: dict[str, float], invalid: str, score: float | None = None
+    one: Generation, reward: float | None, components: dict[str, float], invalid: str, score: float | None = None
 ) -> Rollout:
-    return Rollout(one.prompt, one.prompt_ids, one.completion, reward, components, invalid, score)
+    given = math.nan if reward is None else reward
+    return Rollout(one.prompt, one.prompt_ids, one.completion, given, components, invalid, score)
 
 
 def _components(outcomes: Mapping[str, RewardOutcome], at: int) -> dict[str, float]:

@@ -132,13 +132,11 @@ def open_elsewhere(
                 spec.urls,
                 timeout_s=spec.timeout_s,
                 retries=spec.retries,
-                batch_size=_batch_size(spec),
                 token_env=spec.token_env,
-                compares=spec.compares,
             )
             return batched(
                 [leases.enter_context(client)] * len(spec.urls),
-                batch_size=spec.batch_size,
+                batch_size=_batch_size(spec),
                 retries=0,  # the client's own, from one server to the next
                 failed_calls=REMOTE_FAILED_CALLS,
             )
@@ -184,19 +182,19 @@ def _start_workers(
         arguments=spec.arguments, protocol=spec.protocol, code=code, notes=notes, memory_bytes=memory
     )
 
-    def start(_: int) -> IsolatedReward:
-        return IsolatedReward(
-            name,
-            spec.function,
-            timeout_s=spec.timeout_s,
-            settings=settings,
-            batch_size=_batch_size(spec),
-            compares=spec.compares,
-        )
-
-    workers = [leases.enter_context(start(0))]
+    start = partial(
+        IsolatedReward,
+        name,
+        spec.function,
+        timeout_s=spec.timeout_s,
+        settings=settings,
+        batch_size=_batch_size(spec),
+        compares=spec.compares,
+    )
+    workers = [leases.enter_context(start())]
     with ThreadPoolExecutor(spec.workers) as pool:
-        workers += [leases.enter_context(worker) for worker in pool.map(start, range(1, spec.workers))]
+        others = [pool.submit(start) for _ in range(1, spec.workers)]
+        workers += [leases.enter_context(one.result()) for one in others]
     return workers
 
 
@@ -215,9 +213,9 @@ def _open_here(
             longest = length_limit(read_config(folder))
             return GenerativeModel(name, spec, trainer, ChatTemplate.load(folder), longest=longest)
         case RewardModelReward():
-            return _open_reward_model(reward_models[spec.model], context, leases)
+            return _with_outcome(_open_reward_model(reward_models[spec.model], context, leases))
         case ProcessRewardModelReward():
-            return _open_process_reward_model(spec, reward_models[spec.model], context, leases)
+            return _with_outcome(_open_process_reward_model(spec, reward_models[spec.model], context, leases))
         case EnsembleReward():
             members = [_open_reward_model(reward_models[one], context, leases) for one in spec.models]
             return partial(score_with_ensemble, members, reduce=spec.reduce, k=spec.k)
@@ -225,6 +223,10 @@ def _open_here(
             return episode_reward
         case _:
             raise TypeError(f"{type(spec).__name__} runs elsewhere")
+
+
+def _with_outcome(score: RewardFunction) -> Reward:
+    return lambda generations: RewardOutcome(tuple(score(generations)))
 
 
 def _open_reward_model(ref: ModelRef, context: StageContext, leases: ExitStack) -> RewardFunction:

@@ -18,7 +18,7 @@ _DIGITS = r"(?:(?<!\d)\d++(?:[.,]\d++)?(?:e[-+]?\d++)?)"
 _RANGE = rf"(?:[-+]?{_DIGITS}\s*(?:-|to|[–—…,]|\.\.+|and)[\s+-]*)"
 _NAMES = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 _WORDS = {word: number for number, word in enumerate(_NAMES, 1)} | {"twenty": 20, "fifty": 50, "hundred": 100}
-_BEST = r"(?:best|max\w*|highest|top|perfect)"
+_BEST = r"(?:best|max\w*|highest|top|perfect(?:ion)?)"
 _TOP = rf"(?:{_DIGITS}|{'|'.join(_WORDS)})(?![.,]?\d|(?!{_UNIT})[^\W_])"
 _SPACES = re.compile(r"[^\S\n]+")
 _NUMBER = re.compile(r"[-+]?(?:\d+(?:[.,]\d+)?|[.,]\d+)(?:[eE][-+]?\d+)?")
@@ -28,7 +28,7 @@ _SCALE = re.compile(
     r"|out|over|divided\s+by|on|von|van|aus|sur|sobre|de|su|из|in|auf)"
     r"\s*:?(?:\s+(?:an?|one|the|possible|max\w*|total|of)(?![^\W_])){0,4}\s+|[满滿]分|up\s+to"
     rf"|(?:scale|range|between|at\s+most|{_BEST})\.?(?:\s+(?:score|points?|rating|possible|of|from|is)){{0,4}}\s*[:=,]?"
-    rf"|[\[(∈]\s*(?={_RANGE}))\s*{_RANGE}?[\s+-]*(?P<top>{_TOP})"
+    rf"|[\[(∈]\s*(?={_RANGE}))\s*(?:{_RANGE}(?![\s+-]*\d+\s*(?:%|per)))?[\s+-]*(?P<top>{_TOP})"
     r"|(?P<percent>%|(?<![^\W_])(?:per\s?cent(?:age|ile)?|pct|prozent)(?![^\W_])))"
     rf"(?:[\s-]*(?:{_UNIT}|possible|likert|scale))*"
     rf"|(?:{_RANGE})?(?P<last>{_TOP})[\s-]*(?:(?:{_UNIT}[\s-]*)?(?:scale|likert|[满満]点|[满滿]分)"
@@ -36,14 +36,30 @@ _SCALE = re.compile(
     re.IGNORECASE,
 )
 """A scale, named by its highest score, perhaps with the score `again`: `/10`, `(0-10)`, `10 is best`, `(8/10)`, `80%`."""
+_NUMERAL = rf"(?:{_DIGITS}|{'|'.join(_WORDS)})"
+_GAP = r"[\s:=_\"'|.-]*(?:[^\W\d_]+[\s:=_\"'|.-]+)"
+_SPAN = rf"(?:[-+]?{_NUMERAL}\s*(?:-|to|[–—…]|\.\.+)\s*)"
+_STATED = re.compile(
+    rf"(?<![^\W_])(?:(?:scale|likert|range|rubric|points){_GAP}{{0,3}}[\s:=(\[]*(?:{_RANGE}|{_SPAN})(?P<end>{_TOP})"
+    rf"|(?:scor(?:es?|ing)|rat(?:ings?|e[ds]?)|grad(?:ing|e[ds]?)|marks?){_GAP}{{0,3}}"
+    rf"(?:[(\[]\s*{_SPAN}|(?:from|of|in|are|go)\s+{_SPAN}|between\s+{_NUMERAL}\s+and\s+)(?P<span>{_TOP})"
+    rf"|(?:scale|{_BEST}|full|possible|out\s+of|up\s+to|at\s+most|more\s+than|ends?\s+at|ceiling|bound|limit|[满滿]分"
+    rf"|total\s+(?:points|marks)){_GAP}{{0,4}}?(?P<most>{_TOP})\s*(?:{_UNIT}|$|[).,;:!])"
+    rf"|(?:{_SPAN})?(?P<best>{_TOP})[\s-]*(?:{_UNIT}[\s-]*)?(?:scale|likert|=\s*(?:good|great)|(?:is|means)\s+excellent|\(\s*{_BEST}\s*\)"
+    r"|(?:is|=|:|being|as|means|would\s+be|the|(?:is\s+)?(?:reserved\s+)?for)\s*(?:an?\s+|the\s+|for\s+)?"
+    rf"(?:{_BEST}|full)(?![^\W_]))|^\W*{_SPAN}(?P<alone>{_TOP})\W*$|^\W*(?P<legend>{_TOP})\s*\W\s*(?:{_BEST}|excellent)(?![^\W_]))",
+    re.IGNORECASE,
+)
+"""A scale in any sentence of a reply: `Scores go from 1 to 5`, `Full marks: 5`, `5 is best`, `a 5-point scale`."""
 _COUNT = re.compile(
     r"(?<![-+*×=/~±.,\d])(?<![-+*×=/~±]\s)"
+    rf"(?:(?:top|best|first|last|between\s+{_DIGITS}\s+and)[\s-]+(?={_DIGITS}))?"
     rf"(?:{_DIGITS}\s*(?:=|:|is|being|means)\s*(?:the\s+)?(?:worst|bad|poor|lowest|min\w*|wrong)"
     r"|(?:step|line|part|criteri(?:on|a)|paragraph|question|section|item|example|fact|sentence|claim)s?"
     rf"\s+{_DIGITS}|{_DIGITS}(?:\s*%\s*(?:of\s+)?(?!{_BEST}|{_UNIT}|overall)[^\W\d_]{{3,}}"
     rf"|\s+{_UNIT}\s+(?:off|lost|deducted|missing)|(?:\s*(?:/|(?:out\s+)?of)\s*(?:the\s+|its\s+|all\s+)?{_DIGITS})?"
-    rf"\s+(?:[^\W\d_]+\s+)?(?!{_UNIT}|(?:\w?[ai]s|this|plus|minus|less)\b)"
-    r"(?:[^\W\d_]{2,}s|criteria|people|error|mistake|typo|flaw|issue|problem)\b))",
+    rf"[\s-]+(?:[^\W\d_]+\s+)?(?!{_UNIT}|(?:\w?[ai]s|this|plus|minus|less|means)\b)"
+    r"(?:[^\W\d_]{2,}s|criteria|people|error|mistake|typo|flaw|issue|problem|list|accuracy)\b))",
     re.IGNORECASE,
 )
 """A number in an explanation that is no score: `2 errors`, `3 of 4 facts`, `20% of the facts`, `step 2`, `1 point off`."""
@@ -52,14 +68,15 @@ _GOES_ON = re.compile(
     r"\W*(?:[/%]|(?:out\s+)?of\b(?!\s+(?:the\s+|its\s+|all\s+)?"
     rf"\d+\s+(?!{_UNIT}|{_BEST}|possible)[^\W\d_])|(?:(?:score|rating)\s+)?(?:on\s+an?"
     rf"|(?:(?:the|my|i\s+use)\s+)?(?:an?\s+)?scale|range|{_BEST}|per\s?cent\w*"
-    r"|no|actually|rather|or|oops|wait|sorry|hmm|i\s+mean|make\s+that|scratch\s+that|correction"
+    r"|no|actually|rather|or|oops|wait|sorry|hmm|i\s+mean|make\s+(?:that|it)|so(?=\W+\d)|my\s+(?:\w+\s+)?(?:score|rating)"
+    r"|i(?:(?:['’]d|\s+would)\s+(?:rather\s+)?(?:say|raise|lower)|\s+(?:will|now)\s+(?:give|rate|score))|scratch\s+that|correction"
     r"|on\s+reflection|edit|let\s+me\s+(?:revise|correct)|i\s+(?:change|revise)|after\s+\w+\s*:|(?:score|rating|grade)\s*[:=]"
     r"|(?:final|total|overall|adjusted|revised)(?:\s+\w+)?\s*[:=])(?![^\W_]))",
     re.IGNORECASE,
 )
 """Begins a statement that belongs to the one before it or after it: `Out of 5`, `Scale: 1-5`, `No, 5`."""
 _EXPLAINS = re.compile(
-    rf"\s*{_UNIT}?[\s)\]]*(?:$|//|/\*|-+[\s>]\s*\S"
+    rf"\s*{_UNIT}?[\s)\]]*(?:$|//|/\*|-+[\s>]"
     r"|[,;:.!?|()\[\]<>='\"#—–→⇒\u2190-\u2604\u2607-\u2bff\U0001f000-\U0001ffff]"
     r"|(?:because|since|as|for|due|given|with|which|while|but|although|though|where|when"
     r"|overall|total|in|on|over|and|this|it|the|reason\w*|explanation|justification|comments?|feedback|rationale"
@@ -68,6 +85,7 @@ _EXPLAINS = re.compile(
 )
 """What may come after a score: nothing, a mark, or a word that begins an explanation."""
 _UNREAD = re.compile(r"\d|\b(?:half|hundred|thousand|million|tenths|hundredths)\b|[½¼¾‰°€£¥]", re.IGNORECASE)
+_STARS = re.compile(r"[★⭐]*☆+")
 _SPELLED = re.compile(rf"\b(?:zero|{'|'.join(_WORDS)})\b", re.IGNORECASE)
 _FULL = re.compile(
     rf"\W*(?:{_UNIT}\W*)?(?:the\s+)?(?:{_BEST}|full)(?:\s+(?:score|marks?|rating|points?))?\s*(?:[).,;!]|$)",
@@ -92,12 +110,21 @@ _NAMED_SCORE = re.compile(
 """Before `score`, in its line: the score of something else, such as the style."""
 _MAXIMUM = re.compile(
     r"(?:(?:score|rating|points?|total|marks?)[\W_]*)*(?:(?:out|of|max(?:imum)?|scale|range|possible|full|upper|bound"
-    r"|top|best|highest|ceiling|denominator|perfect|units?)[\W_]*)+"
+    r"|top|best|high(?:est)?|ceiling|denominator|perfect|units?)[\W_]*)+"
     r"(?:(?:score|rating|points?|total|marks?|value)[\W_]*)*",
     re.IGNORECASE,
 )
 """Names of fields for the highest score: `max_score`, `outOf`, `points possible`."""
 _SCORE = re.compile(r"score|rating", re.IGNORECASE)
+_SCALED_NAME = re.compile(
+    rf"(score[\s*_]*)[(\[](?:out\s+of\s|max\w*\.?\s|{_SPAN})\s*{_TOP}\s*{_UNIT}?[)\]](?=[\s*_]*[:=])", re.IGNORECASE
+)
+"""A scale between `score` and its colon, where the default pattern does not expect one."""
+_BRACKETED = re.compile(
+    rf"(?i:(?<=score)([\s*_]*[:=][\s*_]*))(?:\\boxed|[ \[(\"'“{{`]|<(?=[-+\d.,/ ]+>)|\$(?=[^$\n]+\$))++([-+]?{_DIGITS}(?:\s*/\s*{_DIGITS})?)"
+    r"(?: *[\])\"'”>}$`])*"
+)
+"""A score in brackets or quotation marks, which the default pattern does not look for."""
 _SEPARATOR = re.compile(r"[\n;|]|,\s|\s(?:and|und|et)\s")
 _THOUGHTS, _THOUGHTS_END = (
     re.compile(rf"(?:<{end}(?:seed:)?(?:think(?:ing)?|thoughts?)>|\[{end}THINK\]|◁{end}think▷)", re.IGNORECASE)
@@ -115,9 +142,8 @@ def read_score(text: str, verdict: PatternVerdict | JsonVerdict, *, low: float, 
     >>> read_score("Clear and right. Score: 8/10", PatternVerdict(), low=0, high=10)
     8.0
     """
-    found, around = _found(text, verdict, high, whole=True)
-    value = _checked(found, low, high)
-    _without_scales(around, high, value)
+    value = _checked(_found(text, verdict, high, whole=True), low, high)
+    _check_sentences(text, verdict, high, value)
     return value
 
 
@@ -129,9 +155,8 @@ def read_scores(
     >>> read_scores('The second is wrong. {"scores": [8, 1.5]}', JsonVerdict(field="scores"), count=2, low=0, high=10)
     [8.0, 1.5]
     """
-    found, around = _found(text, verdict, high)
-    _without_scales(around, high)
-    given = found
+    given = found = _found(text, verdict, high)
+    _check_sentences(text, verdict, high)
     if isinstance(found, str):
         listed = fold(found).rstrip(" .").strip(" \t*_`[](){}")
         commas = "," if not _SEPARATOR.search(listed) else None
@@ -185,8 +210,7 @@ def read_number(text: str, *, low: float, high: float) -> float:
 def _without_scales(text: str, high: float, value: float = math.nan) -> str:
     """A text without counts and without namings of the scale up to `high`. Raises ValueError if it names another scale."""
     for found in _SCALE.finditer(text := _COUNT.sub("", text)):
-        again, top = found["again"], found["top"] or found["last"] or "100"
-        highest = float(_WORDS[top.lower()]) if top.lower() in _WORDS else _plain(top)
+        again, highest = found["again"], _plain(found["top"] or found["last"] or "100")
         if highest != high if again is None else not math.isclose(_plain(again) * high, value * highest):
             raise ValueError(f"the judge's score is on another scale, {found[0].strip()!r}; scores go up to {high:g}")
     return _SCALE.sub("", text)
@@ -197,19 +221,44 @@ def _unmarked(text: str) -> str:
     return _SPACES.sub(" ", _MARKUP.sub(" ", fold(text)))
 
 
+def _check_sentences(text: str, verdict: PatternVerdict | JsonVerdict, high: float, value: float = math.nan) -> None:
+    """Raise ValueError if a sentence or a field anywhere in a reply names another scale, or repeats the score on one."""
+    rest = _spoken(text)
+    for fields, start, end in reversed([*_objects(rest)]) if isinstance(verdict, JsonVerdict) else ():
+        for name, said in fields.items():
+            tops = re.findall(_TOP, f"{said}".replace("percent", "100").replace("%", "100"), re.IGNORECASE)
+            if tops and _MAXIMUM.fullmatch(name) and _plain(tops[-1]) != high:
+                raise ValueError(f"the judge's score is on another scale: {name} is {said!r}, not {high:g}")
+        texts = "\n".join(said for said in fields.values() if isinstance(said, str))
+        rest = f"{rest[:start]} {value:g} {rest[end:]}\n{texts}"
+    for sentence in _STATEMENT.split(_unmarked(_STARS.sub(lambda stars: f" out of {len(stars[0])}. ", rest))):
+        sentence = _COUNT.sub("", sentence)
+        tops = [(found[0], found[found.lastgroup or 0]) for found in _STATED.finditer(sentence)]
+        tops += [
+            (found[0], found["top"] or found["last"] or "100")
+            for found in _SCALE.finditer(sentence)
+            if found["again"] and _plain(found["again"]) == value
+        ]
+        for said, top in tops:
+            if _plain(top) != high:
+                raise ValueError(f"the judge's score is on another scale, {said.strip()!r}; scores go up to {high:g}")
+
+
 def _plain(number: str) -> float:
-    return float(number.replace(",", "."))
+    return float(_WORDS.get(number.lower()) or number.replace(",", "."))
 
 
-def _locate(text: str, verdict: PatternVerdict | JsonVerdict, *, whole: bool) -> tuple[Any, str, str]:
-    """The verdict, and the texts before it and after it."""
+def _locate(text: str, verdict: PatternVerdict | JsonVerdict, *, whole: bool) -> tuple[Any, str]:
+    """The verdict, and the text after it."""
     if isinstance(verdict, JsonVerdict):
         spoken = _spoken(text)
-        for found, start, end in reversed([*_objects(spoken)]):
+        for found, _, end in reversed([*_objects(spoken)]):
             if verdict.field in found:
-                return found[verdict.field], spoken[:start], spoken[end:]
-        return None, "", ""
+                return found[verdict.field], spoken[end:]
+        return None, ""
     spoken = fold(_spoken(text))
+    if verdict == PatternVerdict():
+        spoken = _BRACKETED.sub(r"\1\2 ", _SCALED_NAME.sub(r"\1", spoken))
     lines = [(one, spoken[: one.start()].rpartition("\n")[2]) for one in re.finditer(verdict.pattern, spoken)]
     lines = [(one, before) for one, before in lines if not _OTHER_SCORE.search(before)]
     named = [one for one, before in lines if _SCORE.match(one[0]) and _NAMED_SCORE.search(before)]
@@ -217,28 +266,22 @@ def _locate(text: str, verdict: PatternVerdict | JsonVerdict, *, whole: bool) ->
     late = [one for one, before in lines if found and one.start() >= found[-1].start() and not _ASPECT.search(before)]
     after = named if found == named else late  # an average, or a correction
     if not found or found[-1][1] is None or len({one[1] for one in [found[-1], *after]}) > 1:
-        return None, "", ""
+        return None, ""
     start, end = found[-1].span(1)
     if whole and re.search(r"\d[.,]?$", spoken[:start]) and spoken[start].isdigit():
         raise ValueError(f"the pattern matches a part of a number: {spoken[max(0, start - 20) : start + 20]!r}")
-    return (spoken[start:], spoken[:start], "") if whole else (found[-1][1], spoken[:start], spoken[end:])
+    return (spoken[start:], "") if whole else (found[-1][1], spoken[end:])
 
 
-def _found(text: str, verdict: PatternVerdict | JsonVerdict, high: float, *, whole: bool = False) -> tuple[Any, str]:
-    """The verdict, and what the statements around it say. Raises ValueError if a field names another scale."""
-    found, before, after = _locate(text, verdict, whole=whole)
+def _found(text: str, verdict: PatternVerdict | JsonVerdict, high: float, *, whole: bool = False) -> Any:
+    """The verdict. Raises ValueError if what follows it may be another one."""
+    found, after = _locate(text, verdict, whole=whole)
     if found is None:
         raise ValueError(f"the judge's answer holds no score: {text[-80:]!r}")
-    for fields in (one for one, *_ in _objects(_spoken(text))) if isinstance(verdict, JsonVerdict) else ():
-        for name, value in fields.items():
-            tops = re.findall(r"\d+(?:\.\d+)?", f"{value}".replace("percent", "100").replace("%", "100"))
-            if tops and _MAXIMUM.fullmatch(name) and float(tops[-1]) != high:
-                raise ValueError(f"the judge's score is on another scale: {name} is {value!r}, not {high:g}")
-    *earlier, last = _STATEMENT.split(_unmarked(before))
-    first, *later = _STATEMENT.split(_unmarked(after))
-    if any(_UNREAD.search(_without_scales(one, high)) for one in (first, *later) if _GOES_ON.match(one)):
+    later = filter(_GOES_ON.match, _STATEMENT.split(_unmarked(after)))
+    if any(_UNREAD.search(_without_scales(one, high)) for one in later):
         raise ValueError(f"the judge's answer goes on with another score: {after[:80]!r}")
-    return found, " ; ".join([*filter(_GOES_ON.match, earlier), last, first, *filter(_GOES_ON.match, later)])
+    return found
 
 
 def _checked(found: Any, low: float, high: float) -> float:

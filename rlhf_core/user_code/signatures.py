@@ -17,11 +17,12 @@ from collections.abc import Callable, Mapping
 from inspect import Parameter
 from typing import Any, TypeAlias
 
+from rlhf_core.errors import ConfigError
 from rlhf_core.processes.child import take_standard_streams
 from rlhf_core.secrets.redaction import hide_in_logs
 from rlhf_core.user_code.modules import load_callable
 from rlhf_core.user_code.sources import user_code_environment, user_modules
-from rlhf_core.user_code.syntax import parse_source
+from rlhf_core.user_code.syntax import binds_out_of_sight, parse_source
 
 logger = logging.getLogger(__name__)
 
@@ -40,16 +41,21 @@ def parameters_of(spec: str, *, key: str = "callable") -> Parameters | None:
     return None if found is None else inspect.signature(found).parameters
 
 
-def loaded_parameters(spec: str) -> Parameters | None:
-    """Parameters of a function that is loaded in a process of its own, without GPUs. None if it cannot be loaded there."""
-    command = [sys.executable, "-P", "-m", "rlhf_core.user_code.signatures", spec]
+def loaded_parameters(spec: str, *, key: str = "callable") -> Parameters | None:
+    """Parameters of a function that is loaded in a process of its own, without GPUs. None if its file cannot be loaded there.
+
+    Raises ConfigError if the file has no such function.
+    """
+    command = [sys.executable, "-P", "-m", "rlhf_core.user_code.signatures", spec, key]
     environment = user_code_environment() | {"CUDA_VISIBLE_DEVICES": ""}
     try:
         ended = subprocess.run(command, env=environment, capture_output=True, timeout=LOAD_TIMEOUT_S, check=True)
-        found: Parameters = pickle.loads(ended.stdout)
+        found: Parameters | str = pickle.loads(ended.stdout)
     except (subprocess.SubprocessError, EOFError, pickle.UnpicklingError):  # of a file that ends the process
         logger.info("%s: its parameters are known when its stage loads it", spec)
         return None
+    if isinstance(found, str):
+        raise ConfigError(found)
     return found
 
 
@@ -60,7 +66,8 @@ def _callable(tree: ast.Module, name: str) -> Callable[..., Any] | None:
     """A stand-in for a function or lambda that a file binds to a name once, and does not change."""
     nodes = list(ast.walk(tree))
     stored = [node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]
-    if any(attribute in _SIGNATURE for attribute in stored) or sum(name in _bound(node) for node in nodes) != 1:
+    bound = [one for node in nodes for one in _bound(node) if one in (name, "*")]
+    if bound[-1:] == ["*"] or bound.count(name) != 1 or {*stored} & {*_SIGNATURE, name} or binds_out_of_sight(tree):
         return None
     for node in tree.body:
         match node:
@@ -74,13 +81,11 @@ def _callable(tree: ast.Module, name: str) -> Callable[..., Any] | None:
 def _bound(node: ast.AST) -> list[str]:
     """The names that a node binds."""
     match node:
-        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-            return [name]
         case ast.Name(id=name, ctx=ast.Store() | ast.Del()):
             return [name]
         case ast.alias(name=name, asname=given):
             return [given or name.partition(".")[0]]
-    return []
+    return [getattr(node, "name", None) or getattr(node, "rest", None) or ""]
 
 
 def _bare(arguments: ast.arguments) -> Callable[..., Any]:
@@ -99,11 +104,17 @@ def _bare(arguments: ast.arguments) -> Callable[..., Any]:
 # ---------------------------------------------------------------- in another process
 
 
-def main(spec: str) -> None:
-    """Write the parameters, with None for each default."""
+def main(spec: str, key: str) -> None:
+    """Write the parameters, with None for each default, or what is wrong with the name."""
     hide_in_logs()
     answers, _ = take_standard_streams()
-    found = inspect.signature(load_callable("function", spec)).parameters
+    try:
+        found = inspect.signature(load_callable(key, spec)).parameters
+    except ConfigError as error:
+        if error.__cause__ is not None:  # the file fails here, perhaps for want of a GPU
+            raise
+        pickle.dump(str(error), answers)
+        return
     plain = {
         name: Parameter(name, one.kind, default=one.empty if one.default is one.empty else None)
         for name, one in found.items()
@@ -113,4 +124,4 @@ def main(spec: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -23,6 +23,7 @@ from rlhf_core.user_code.former_digests import FORMER_DIGESTS
 from rlhf_core.user_code.syntax import (
     OUR_PACKAGES,
     analysis_of,
+    binds_out_of_sight,
     functions_of,
     imported_names,
     parse_source,
@@ -174,7 +175,7 @@ def _check_function(spec: str, module: UserModule, key: str) -> None:
     names = module.source.names
     if names is None:
         parse_source(module.path.read_bytes(), str(module.path))  # raises, with the problem
-    elif function not in names and "*" not in names:
+    elif not {function, "*"} & names and not binds_out_of_sight(parse_source(module.source.content, place)):
         remedy = nearest(function, module.source.functions)
         raise ConfigError(key, spec, f"{place} has no {function}", remedy)
 

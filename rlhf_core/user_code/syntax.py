@@ -74,3 +74,12 @@ def top_level_names(tree: ast.Module) -> set[str]:
         else:
             waiting += ast.iter_child_nodes(node)
     return names
+
+
+_BINDS = {"globals", "locals", "vars", "setattr", "__dict__", "modules", "exec", "update_wrapper"}
+
+
+def binds_out_of_sight(tree: ast.Module) -> bool:
+    """True if a module may bind or change names in ways that its syntax does not show, such as `globals()["f"] = g`."""
+    nodes = ast.walk(tree)
+    return any(getattr(node, "attr", getattr(node, "id", getattr(node, "name", ""))) in _BINDS for node in nodes)

@@ -14,8 +14,9 @@ from rlhf_core.data.shards import read_generations, read_index, read_rollouts, s
 from rlhf_core.errors import DataError, RewardError
 from rlhf_core.interfaces import Metrics
 from rlhf_core.rewards.batches import whole_groups
+from rlhf_core.rewards.model import check_reward_models
 from rlhf_core.rewards.rubrics import check_rubrics
-from rlhf_core.rewards.scoring import Scorer, check_reward_models, component_means, open_scorer
+from rlhf_core.rewards.scoring import Scorer, component_means, open_scorer
 from rlhf_core.stage.context import StageContext
 from rlhf_core.types import Generation, GenerationsRef, ModelRef, Rollout, RolloutsRef
 from stages.score import ScoreConfig

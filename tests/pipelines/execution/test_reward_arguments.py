@@ -27,7 +27,6 @@ def of_openrlhf(queries, prompts, labels, scale): return [1.0] * len(queries)
 def fits_nothing(text, other): return 1.0
 partial = functools.partial(needs_difficulty, difficulty=1)
 short = lambda completions, difficulty: [1.0]
-hidden = [needs_difficulty][0]
 hidden_well = [takes_all][0]
 def unnamed(completions, /, prompts): return [1.0]
 def of_generations_alone(generations, /): return [1.0]
@@ -35,7 +34,8 @@ def of_generations_alone(generations, /): return [1.0]
 
 
 def profile(tmp_path, function: str, *overrides: str) -> PipelineConfig:
-    (tmp_path / "rewards.py").write_text(FUNCTIONS)
+    hidden = "globals()['hidden'] = needs_difficulty" if function == "hidden" else ""
+    (tmp_path / "rewards.py").write_text(FUNCTIONS + hidden)
     term = f'{{type = "function", function = "{tmp_path}/rewards.py:{function}"}}'
     return load_profile("tiny/rlvr", [f"ppo.rewards.terms = {{right = {term}}}", *overrides])
 

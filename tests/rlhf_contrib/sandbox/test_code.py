@@ -8,7 +8,7 @@ from rlhf_contrib.sandbox.code import code_reward, read_program, read_tests
 from rlhf_contrib.sandbox.local import find_isolation
 from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.rewards.batches import NoReward, screened
-from rlhf_core.rewards.protocols import read_answer
+from rlhf_core.rewards.protocols import read_result
 from tests.rlhf_contrib.sandbox.test_rewriting import COMPUTED, SORT_CHEATS, SORTS
 from tests.rlhf_core.rewards.answers import answer
 
@@ -102,7 +102,7 @@ def test_a_program_that_waits_has_no_reward_and_its_answer_is_invalid():
     label = "assert f(1) == 2"
     found = code_reward(["q"] * 2, [waits, wrong], [label] * 2, timeout_s=0.2)
     assert isinstance(found[0], NoReward) and found[1] == 0.0
-    outcome = read_answer(found, 2, also={})
+    outcome = read_result(found, 2, also={})
     assert outcome.values == (None, 0.0) and "longer than 1 s" in outcome.failures[0]
     assert screened("code", outcome, [answer(waits), answer(wrong)], on_failure="fail") == outcome  # it ends no run
 

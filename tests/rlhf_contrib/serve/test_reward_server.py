@@ -76,7 +76,7 @@ def test_it_answers_openrlhfs_contract_at_both_addresses():
 def test_our_client_and_our_server_understand_each_other():
     with serving(create_app(Counting(), name="n", token="")) as url:
         urls = [url + "/get_reward"]
-        with RemoteRewardClient("far", urls, timeout_s=10, retries=0, batch_size=2, token_env="") as reward:
+        with RemoteRewardClient("far", urls, timeout_s=10, retries=0, token_env="") as reward:
             outcome = reward(answers("a", "none", "abc"))
     assert outcome.values == (1.0, None, 3.0)
 

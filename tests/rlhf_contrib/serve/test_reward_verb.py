@@ -65,9 +65,7 @@ def test_the_verb_serves_a_function_with_arguments_and_a_token_until_it_is_termi
     with service(tmp_path, *function, "--token-env", "REWARD_TOKEN", port=port, token="s3cret") as process:
         url = f"http://127.0.0.1:{port}/get_reward"
         assert httpx.post(url, json={"query": ["4"], "labels": ["4"]}).status_code == 401
-        with RemoteRewardClient(
-            "far", [url], timeout_s=30, retries=0, batch_size=8, token_env="REWARD_TOKEN"
-        ) as reward:
+        with RemoteRewardClient("far", [url], timeout_s=30, retries=0, token_env="REWARD_TOKEN") as reward:
             assert reward(asked("4", "5", label="4")).values == (1.0, 0.0)
             assert reward(asked("4", label="")).values == (None,)
         children = psutil.Process(process.pid).children(recursive=True)

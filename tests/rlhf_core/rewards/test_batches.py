@@ -15,7 +15,6 @@ from rlhf_core.rewards.batches import (
     BatchFailed,
     ResultCache,
     RewardOutcome,
-    as_outcome,
     checked,
     merged_logs,
     reason_of,
@@ -317,24 +316,27 @@ def test_who_sampled_the_answer_is_not_and_which_reward_is():
 def test_a_file_cut_off_by_a_kill_is_read_up_to_there_and_written_on(tmp_path):
     path = tmp_path / "work" / "cache.jsonl"
     cache = ResultCache("one", path)
-    cache.add({"a": 0.1, "b": None})
-    cache.add({"c": 3.0})
+    cache.add(answers("a", "b"), RewardOutcome((0.1, None)))
+    cache.add(answers("c"), RewardOutcome((3.0,)))
     path.write_text(path.read_text()[:-3])
     second = ResultCache("one", path)
-    assert [second.known(key) for key in "abc"] == [True, True, False]
-    assert (second.value("a"), second.value("b")) == (0.1, None)
-    second.add({"c": 4.0})
-    assert ResultCache("one", path).value("c") == 4.0
+    a, b, c = map(second.key, answers("a", "b", "c"))
+    assert (second.known[a], second.known[b]) == (RewardOutcome((0.1,)), RewardOutcome((None,)))
+    assert c not in second.known
+    second.add(answers("c"), RewardOutcome((4.0,)))
+    assert ResultCache("one", path).known[c].values == (4.0,)
 
 
 def test_a_file_from_before_there_were_scores_is_read(tmp_path):
     path = tmp_path / "cache.jsonl"
     path.write_text('\n["a", 0.5]')
     cache = ResultCache("one", path)
-    assert (cache.value("a"), cache.score("a")) == (0.5, None)
-    cache.add({"b": 1.0}, {"b": 0.25})
-    again = ResultCache("one", path)
-    assert [(again.value(key), again.score(key)) for key in "ab"] == [(0.5, None), (1.0, 0.25)]
+    assert cache.known == {"a": RewardOutcome((0.5,))}
+    cache.add(answers("b"), RewardOutcome((1.0,), scores=(0.25,)))
+    assert ResultCache("one", path).known == {
+        "a": RewardOutcome((0.5,)),
+        cache.key(answers("b")[0]): RewardOutcome((1.0,), scores=(0.25,)),
+    }
 
 
 # ---------------------------------------------------------------- outcomes
@@ -372,17 +374,16 @@ def test_a_reason_is_one_short_line():
     assert shortened("half a \ud83d") == "half a ?", "no file holds the other half"
 
 
-def test_logs_add_up_and_plain_lists_are_outcomes():
+def test_logs_add_up():
     assert merged_logs([{"a": (1.0, 2)}, {"a": (2.0, 1), "b": (0.0, 1)}]) == {"a": (3.0, 3), "b": (0.0, 1)}
-    assert as_outcome([1.0, None]) == RewardOutcome((1.0, None))
 
 
 def test_every_checked_value_is_a_reward():
     assert checked("gold", [1.0, 0.5], GENERATIONS[:2]) == [1.0, 0.5]
     for values, problem in (
-        ([0.0, math.nan], r"\[prompt b\] = nan"),
-        ([1.0, None], r"\[prompt b\] = None"),
-        ([0.0], " = 1: values for 2"),
+        ((0.0, math.nan), r"\[prompt b\] = nan"),
+        ((1.0, None), r"\[prompt b\] = None"),
+        ((0.0,), " = 1: values for 2"),
     ):
         with pytest.raises(RewardError, match=rf"rewards\.gold{problem}"):
             checked("gold", values, GENERATIONS[:2])

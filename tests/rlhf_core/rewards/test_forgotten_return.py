@@ -100,6 +100,11 @@ def test_a_function_that_can_end_without_return_is_named_where_an_answer_has_no_
             "def f(completions): return [g(one) for one in completions]"
         ),
         "f = lambda completions: [1.0 if one == 'b' else None for one in completions]",
+        (
+            "import threading\nLOCK = threading.Lock()\ndef g(one, by={'b': 1.0}, get=lambda table, key: table.get(key)):\n"
+            "    with LOCK:\n        try: return get(by, one)\n        finally: pass\n"
+            "def f(completions): return [g(one) for one in completions]"
+        ),
     ],
 )
 def test_none_in_so_many_words_says_that_a_reward_does_not_apply(tmp_path, code):

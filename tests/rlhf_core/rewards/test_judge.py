@@ -6,6 +6,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import numpy as np
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from rlhf_core.config.rewards import GenerativeReward, JudgeReward, RewardsConfig
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.errors import ConfigError, RewardError
+from rlhf_core.rewards.batches import BatchedReward
 from rlhf_core.rewards.generative import GenerativeModel
 from rlhf_core.rewards.judge import CORRECTION, Judge, filled, orders_of
 from rlhf_core.rewards.rubrics import check_rubrics
@@ -35,16 +37,21 @@ def endpoint() -> Iterator[ChatServer]:
     made.close()
 
 
-def judge(endpoint: ChatServer, pauses: list[float] | None = None, **settings: Any) -> Judge:
+@contextmanager
+def judge(endpoint: ChatServer, pauses: list[float] | None = None, **settings: Any) -> Iterator[BatchedReward]:
     given = {"url": endpoint.url, "model": "m", "template": "Rate {completion}", "retries": 2, "on_failure": "invalid"}
     waited = [] if pauses is None else pauses
-    return Judge("judge", JudgeReward.model_validate(given | settings), pause=waited.append)
+    config = JudgeReward.model_validate(given | settings)
+    with Judge("judge", config, pause=waited.append) as one:
+        yield BatchedReward(
+            "judge", [one.outcome], batch_size=1, retries=0, on_failure=config.on_failure, compares=config.compares
+        )
 
 
 def test_each_answer_is_asked_about_and_scored_in_its_place(endpoint):
     endpoint.says = lambda asked: f"It has {len(asked)} letters. Score: {len(asked) - 5}"
     with judge(endpoint, max_tokens=9) as one:
-        outcome = one.outcome([generation(text) for text in ("a", "bb", "cccc")])
+        outcome = one([generation(text) for text in ("a", "bb", "cccc")])
     assert outcome.values == (1.0, 2.0, 4.0)
     assert {request["path"] for request in endpoint.requests} == {"/v1/chat/completions"}
     assert all(request["max_tokens"] == 9 and request["temperature"] == 0.0 for request in endpoint.requests)
@@ -61,12 +68,12 @@ def test_the_template_is_filled_in_once():
 def test_an_answer_that_cannot_be_judged_fails_alone_and_is_named(endpoint):
     endpoint.says = lambda asked: "Score: 2" if asked == "Rate a" else "I cannot say"
     with judge(endpoint) as one:
-        outcome = one.outcome([generation("a"), generation("b")])
+        outcome = one([generation("a"), generation("b")])
     assert outcome.values == (2.0, None)
     assert outcome.failures == {1: "the judge's answer holds no score: 'I cannot say'"}
     assert len(endpoint.requests) == 1 + 3 and endpoint.requests[-1]["messages"][-1]["content"] == CORRECTION
     with judge(endpoint, on_failure="fail") as one, pytest.raises(RewardError, match=r"rewards\.judge\[prompt p0\]"):
-        one.outcome([generation("b")])
+        one([generation("b")])
 
 
 def test_a_fault_of_the_server_is_asked_about_again(endpoint):
@@ -74,7 +81,7 @@ def test_a_fault_of_the_server_is_asked_about_again(endpoint):
     endpoint.says = lambda asked: next(statuses, "Score: 2")
     pauses: list[float] = []
     with judge(endpoint, pauses) as one:
-        assert one.outcome([generation("a")]).values == (2.0,)
+        assert one([generation("a")]).values == (2.0,)
     assert pauses == [0.5, 1.0]
 
 
@@ -91,7 +98,7 @@ def test_a_fault_of_the_server_is_asked_about_again(endpoint):
 def test_a_server_that_does_not_answer_is_named(endpoint, says, reason, asked):
     endpoint.says = lambda _: says
     with judge(endpoint) as one:
-        (found,) = one.outcome([generation("a")]).failures.values()
+        (found,) = one([generation("a")]).failures.values()
     tail = ', "finish_reason": "stop"}]}'
     assert found == reason.format(url=endpoint.url, tail=tail) and len(endpoint.requests) == asked
 
@@ -100,7 +107,7 @@ def test_an_empty_reply_is_asked_for_again(endpoint):
     replies = iter([None, " ", "<html>busy"])
     endpoint.says = lambda asked: next(replies, "Score: 2")
     with judge(endpoint, retries=3) as one:
-        assert one.outcome([generation("a")]).values == (2.0,)
+        assert one([generation("a")]).values == (2.0,)
 
 
 @pytest.mark.parametrize(("asked_s", "waited"), [("20", [20.0]), ("0", [0.5]), ("86400", []), ("soon", [0.5])])
@@ -110,7 +117,7 @@ def test_a_server_that_asks_for_a_pause_gets_it_unless_it_is_hours(endpoint, ask
     endpoint.headers = {"Retry-After": asked_s}
     pauses: list[float] = []
     with judge(endpoint, pauses) as one:
-        assert one.outcome([generation("a")]).values == ((2.0,) if waited else (None,))
+        assert one([generation("a")]).values == ((2.0,) if waited else (None,))
     assert pauses == waited
 
 
@@ -118,11 +125,11 @@ def test_a_server_that_asks_for_a_pause_gets_it_unless_it_is_hours(endpoint, ask
 def test_a_reply_that_was_cut_off_is_not_read(endpoint, ends):
     endpoint.says, endpoint.ends = lambda asked: "At first sight Score: 3. Score: 1", lambda asked: ends
     with judge(endpoint, corrections=0) as one:
-        (reason,) = one.outcome([generation("a")]).failures.values()
+        (reason,) = one([generation("a")]).failures.values()
     assert "cut off" in reason and "max_tokens" in reason
     endpoint.ends = lambda asked: "stop" if asked == CORRECTION else ends
     with judge(endpoint) as one:
-        assert one.outcome([generation("a")]).values == (1.0,)
+        assert one([generation("a")]).values == (1.0,)
 
 
 def test_a_slow_server_and_none_at_all_are_failures_in_time(endpoint):
@@ -135,11 +142,11 @@ def test_a_slow_server_and_none_at_all_are_failures_in_time(endpoint):
     endpoint.says = late
     began = time.monotonic()
     with judge(endpoint, timeout_s=0.3, retries=0) as one:
-        (reason,) = one.outcome([generation("a")]).failures.values()
+        (reason,) = one([generation("a")]).failures.values()
     assert "ReadTimeout" in reason
     slow.set()
     with judge(endpoint, url="http://127.0.0.1:9/v1", retries=1) as one:
-        (reason,) = one.outcome([generation("a")]).failures.values()
+        (reason,) = one([generation("a")]).failures.values()
     assert "ConnectError" in reason
     assert time.monotonic() - began < 15
 
@@ -147,10 +154,11 @@ def test_a_slow_server_and_none_at_all_are_failures_in_time(endpoint):
 def test_the_token_is_sent_and_must_be_there(endpoint, monkeypatch):
     monkeypatch.setenv("JUDGE_TOKEN", "secret")
     with judge(endpoint, token_env="JUDGE_TOKEN") as one:
-        one.outcome([generation("a")])
+        one([generation("a")])
     assert endpoint.tokens == ["Bearer secret"]
+    config = JudgeReward(url=endpoint.url, model="m", template="{completion}", token_env="MISSING_TOKEN")
     with pytest.raises(ConfigError, match=r"rewards\.judge\.token_env = 'MISSING_TOKEN'"):
-        judge(endpoint, token_env="MISSING_TOKEN")
+        Judge("judge", config)
 
 
 # ---------------------------------------------------------------- rubrics
@@ -176,17 +184,19 @@ def test_the_verdicts_on_the_criteria_are_weighed(endpoint, text, rubric, value)
     endpoint.says = has_letter
     given = {"template": "{completion} {criterion}", "rubric_column": "rubric", "high": 1.0}
     with judge(endpoint, **given) as one:
-        assert one.outcome([with_rubric(text, rubric)]).values == (value,)
+        assert one([with_rubric(text, rubric)]).values == (value,)
 
 
 def test_a_rubric_is_shown_as_a_whole_and_a_criterion_without_a_verdict_is_a_failure(endpoint):
     with judge(endpoint, template="{completion}:\n{rubric}", rubric_column="rubric") as one:
-        assert one.outcome([with_rubric("a")]).values == (5.0,)
+        assert one([with_rubric("a")]).values == (5.0,)
+        with pytest.raises(ConfigError, match="has no such column"):  # not a failure of the answer
+            one([generation("a")])
     shown = endpoint.requests[0]["messages"][0]["content"]
     assert shown == "a:\n1. has an x (weight 3)\n2. has a y (weight 1)\n3. has a z (weight -2)"
     endpoint.says = lambda asked: "Score: 1" if " has an x" in asked else "hm"
     with judge(endpoint, template="{completion} {criterion}", rubric_column="rubric", corrections=0) as one:
-        outcome = one.outcome([with_rubric("a")])
+        outcome = one([with_rubric("a")])
     assert outcome.values == (None,) and "holds no score: 'hm'" in outcome.failures[0]
 
 
@@ -245,16 +255,16 @@ def test_a_group_is_scored_in_one_question_for_each_order_and_a_preference_for_p
 
     endpoint.says = says
     with judge(endpoint, **GROUP) as one:
-        outcome = one.outcome(group("a", "bb", "cccc"))
+        outcome = one(group("a", "bb", "cccc"))
         assert outcome.values == (2.0, 3.0, 5.0)
         assert outcome.logs == {"order_gap": (4.0, 3)}
         first, second = (shown_answers(request["messages"][0]["content"]) for request in endpoint.requests)
         assert first == second[::-1] and {*first} == {"a", "bb", "cccc"}
-        assert one.outcome(group("a", "bb", "cccc")).values == outcome.values
+        assert one(group("a", "bb", "cccc")).values == outcome.values
     again = [request["messages"] for request in endpoint.requests]
     assert again[:2] == again[2:], "the orders follow from the seed and the prompt"
     with judge(endpoint, **GROUP) as one:
-        assert one.outcome(group("bb")).values == (2.0,), "what failed episodes leave alone is scored alone"
+        assert one(group("bb")).values == (2.0,), "what failed episodes leave alone is scored alone"
 
 
 def test_every_answer_stands_at_every_place_in_as_many_orders_as_answers():
@@ -272,17 +282,17 @@ def test_every_answer_stands_at_every_place_in_as_many_orders_as_answers():
 def test_a_group_without_scores_is_asked_again_and_then_fails_as_a_whole(endpoint, reply):
     endpoint.says = lambda asked: reply
     with judge(endpoint, **GROUP) as one:
-        outcome = one.outcome(group("a", "b"))
+        outcome = one(group("a", "b"))
     assert outcome.values == (None, None) and outcome.failures.keys() == {0, 1} and len(endpoint.requests) == 3
     endpoint.says = lambda asked: '{"scores": [1, 2]}' if asked == CORRECTION else reply
     with judge(endpoint, **GROUP) as one:
-        assert one.outcome(group("a", "b")).values == (1.5, 1.5)
+        assert one(group("a", "b")).values == (1.5, 1.5)
     endpoint.says = lambda asked: reply
     with (
         judge(endpoint, **GROUP, on_failure="fail") as one,
         pytest.raises(RewardError, match=r"prompt p0.*gave no score"),
     ):
-        one.outcome(group("a", "b"))
+        one(group("a", "b"))
 
 
 # ---------------------------------------------------------------- policies as judges

@@ -10,7 +10,7 @@ import pytest
 
 from rlhf_core.errors import ConfigError, RewardError
 from rlhf_core.rewards import remote
-from rlhf_core.rewards.batches import BatchFailed
+from rlhf_core.rewards.batches import BatchedReward, BatchFailed
 from rlhf_core.rewards.remote import RemoteRewardClient
 from rlhf_core.types import Generation
 from tests.rlhf_core.rewards.answers import answer
@@ -26,12 +26,8 @@ def answers(*texts: str) -> list[Generation]:
     return [answer(text, prompt=f"p{n}", asked="2+2? ", label=f"label {n}", tokens=()) for n, text in enumerate(texts)]
 
 
-def client(
-    *urls: str, timeout_s: float = 5.0, retries: int = 2, batch_size: int = 8, token_env: str = ""
-) -> RemoteRewardClient:
-    return RemoteRewardClient(
-        "far", urls, timeout_s=timeout_s, retries=retries, batch_size=batch_size, token_env=token_env
-    )
+def client(*urls: str, timeout_s: float = 5.0, retries: int = 2, token_env: str = "") -> RemoteRewardClient:
+    return RemoteRewardClient("far", urls, timeout_s=timeout_s, retries=retries, token_env=token_env)
 
 
 def closed_port() -> str:
@@ -66,7 +62,8 @@ def test_other_servers_of_the_contract_are_understood(content, values):
 
 def test_batches_go_to_all_servers_and_come_back_in_order():
     with scripted(lengths) as one, scripted(lengths) as two:
-        with client(one.url, two.url, batch_size=2) as reward:
+        with client(one.url, two.url) as worker:
+            reward = BatchedReward("far", [worker] * 2, batch_size=2, retries=0, on_failure="fail")
             outcome = reward(answers(*("x" * length for length in range(1, 8))))
         assert outcome.values == tuple(5.0 + length for length in range(1, 8))
         assert sorted((len(one.asked), len(two.asked))) == [2, 2]
@@ -165,8 +162,3 @@ def test_what_cannot_work_is_refused_at_once(monkeypatch):
         client("http://127.0.0.1:1", token_env="NO_SUCH_TOKEN")
     with pytest.raises(ConfigError, match=r"rewards\.far\.urls = 'host:5000'"):
         client("host:5000")
-
-
-def test_no_answers_need_no_server():
-    with client(closed_port()) as reward:
-        assert reward([]).values == ()

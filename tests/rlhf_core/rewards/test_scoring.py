@@ -24,9 +24,9 @@ from rlhf_core.config.rewards import (
 )
 from rlhf_core.errors import ConfigError, RewardError
 from rlhf_core.rewards.batches import BatchedReward, RewardOutcome
+from rlhf_core.rewards.model import check_reward_models
 from rlhf_core.rewards.scoring import (
     Scorer,
-    check_reward_models,
     component_means,
     compose,
     gated_product,
@@ -60,12 +60,12 @@ def part(ask: Callable[[Sequence[Generation]], RewardOutcome]) -> BatchedReward:
     return BatchedReward("part", [ask], batch_size=0, retries=0, on_failure="invalid")
 
 
-def length(generations: Sequence[Generation]) -> list[float]:
-    return [float(len(one.completion.token_ids)) for one in generations]
+def length(generations: Sequence[Generation]) -> RewardOutcome:
+    return RewardOutcome(tuple(float(len(one.completion.token_ids)) for one in generations))
 
 
-def constant(generations: Sequence[Generation]) -> list[float]:
-    return [0.5 for _ in generations]
+def constant(generations: Sequence[Generation]) -> RewardOutcome:
+    return RewardOutcome((0.5,) * len(generations))
 
 
 def answers(*lengths: int) -> list[Generation]:
@@ -118,7 +118,8 @@ def test_running_normalisation_goes_on_from_a_checkpoint():
 
 
 def test_a_reward_that_is_not_a_number_names_its_term():
-    broken = Scorer(RewardsConfig(terms=TERMS), {"length": length, "constant": lambda rows: [float("nan")] * len(rows)})
+    wrong = RewardOutcome((math.nan,))
+    broken = Scorer(RewardsConfig(terms=TERMS), {"length": length, "constant": lambda _: wrong})
     with pytest.raises(RewardError, match=r"rewards\.constant\[prompt p\]"):
         broken(answers(1))
 
@@ -199,9 +200,9 @@ def test_what_failed_in_a_step_is_counted_over_its_rounds_and_outlives_a_kill():
 def test_an_episode_that_failed_is_shown_to_no_reward_whatever_its_policy():
     shown: list[int] = []
 
-    def watching(generations: Sequence[Generation]) -> list[float]:
+    def watching(generations: Sequence[Generation]) -> RewardOutcome:
         shown.extend(one.completion.seed for one in generations)
-        return [1.0 for _ in generations]
+        return RewardOutcome((1.0,) * len(generations))
 
     good, bad = answers(2, 2)
     bad = replace(bad, completion=replace(bad.completion, failure="the environment closed"))
@@ -303,7 +304,9 @@ def test_the_means_of_components_are_over_the_rollouts_that_they_apply_to():
 def test_a_weight_that_passes_through_0_leaves_a_reward_and_one_that_is_always_0_gives_none():
     spec = TERMS["length"].model_dump() | {"weight": 1.0, "weight_end": -1.0, "weight_steps": 2}
     noted = TERMS["constant"].model_dump() | {"weight": 0.0}
-    only_noted = Scorer(config_of(length=spec, constant=noted), {"length": lambda _: [None], "constant": constant})
+    only_noted = Scorer(
+        config_of(length=spec, constant=noted), {"length": lambda _: RewardOutcome((None,)), "constant": constant}
+    )
     passing = Scorer(config_of(length=spec, constant=noted), {"length": length, "constant": constant})
     rewards = []
     for step in (0, 1, 2):

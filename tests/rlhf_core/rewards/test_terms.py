@@ -15,7 +15,7 @@ import pytest
 from rlhf_core.config.rewards import FunctionReward, JudgeReward, RemoteReward
 from rlhf_core.errors import RewardError
 from rlhf_core.rewards import terms
-from rlhf_core.rewards.batches import RewardOutcome
+from rlhf_core.rewards.batches import RewardOutcome, Worker
 from rlhf_core.rewards.terms import episode_reward, identity, open_elsewhere
 from rlhf_core.types import ActionSpan, Generation
 from tests.rlhf_core.rewards.answers import answer, answers
@@ -78,7 +78,7 @@ def test_an_episode_has_the_sum_of_its_environments_rewards():
     assert episode_reward([plain, graded]) == RewardOutcome((None, 0.75), scores=(None, 1.0))
 
 
-class Paid:
+class Paid(Worker):
     """A client of the kind that `rlhf_core.rewards.judge` has; it has no verdict on "bad"."""
 
     asked: list[str]
@@ -93,10 +93,7 @@ class Paid:
             raise RewardError("rewards.judge: no score")
         return RewardOutcome(tuple(float(len(text)) for text in texts))
 
-    def __enter__(self) -> Paid:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         pass
 
 

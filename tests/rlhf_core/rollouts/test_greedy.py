@@ -8,6 +8,7 @@ import pytest
 from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.config.rewards import FunctionReward, RewardsConfig
 from rlhf_core.errors import RewardError
+from rlhf_core.rewards.batches import RewardOutcome
 from rlhf_core.rewards.scoring import Scorer
 from rlhf_core.rollouts.scored_step import with_greedy_rewards
 from rlhf_core.stage.failures import Counts
@@ -33,8 +34,8 @@ class Greedy:
         return "the server went away" if request.prompt_ids == self.fails else ""
 
 
-def length(generations: Sequence[Generation]) -> list[float]:
-    return [float(len(one.completion.token_ids)) for one in generations]
+def length(generations: Sequence[Generation]) -> RewardOutcome:
+    return RewardOutcome(tuple(float(len(one.completion.token_ids)) for one in generations))
 
 
 def rollout(name: str, prompt_ids: tuple[int, ...]) -> Rollout:
@@ -71,8 +72,8 @@ def test_each_prompt_is_answered_once_and_each_rollout_gets_its_own():
 
 
 def test_prompts_of_the_same_words_share_an_answer_and_no_reward():
-    def by_label(generations: Sequence[Generation]) -> list[float]:
-        return [float(ord(one.prompt.id)) for one in generations]
+    def by_label(generations: Sequence[Generation]) -> RewardOutcome:
+        return RewardOutcome(tuple(float(ord(one.prompt.id)) for one in generations))
 
     engine: Any = Greedy()
     _, found, _ = with_greedy(engine, [rollout("a", (1,)), rollout("b", (1,))], scored(by_label))

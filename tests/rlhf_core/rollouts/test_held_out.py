@@ -90,9 +90,10 @@ def held_out(
     )
 
 
-def by_prompt(generations: Sequence[Generation]) -> list[float]:
+def by_prompt(generations: Sequence[Generation]) -> RewardOutcome:
     """Return 0 and 2 for the answers to the first prompt, 10 and 12 for those to the second, 20 and 22 for the third."""
-    return [10 * int(one.prompt.id[1:]) + 2.0 * (place % 2) for place, one in enumerate(generations)]
+    values = (10 * int(one.prompt.id[1:]) + 2.0 * (place % 2) for place, one in enumerate(generations))
+    return RewardOutcome(tuple(values))
 
 
 def test_every_evaluation_draws_with_the_same_seeds_and_scores_by_prompt():
@@ -123,7 +124,7 @@ def test_an_answer_that_the_independent_reward_failed_for_is_left_out_and_noted(
     failing = RewardsConfig(terms={"gold": TERM.model_copy(update={"on_failure": "invalid"})})
 
     def fails_for_the_first(generations: Sequence[Generation]) -> RewardOutcome:
-        values = by_prompt(generations)
+        values = by_prompt(generations).values
         return RewardOutcome((None, None, *values[2:]), failures={0: "no", 1: "no"})
 
     noted: list[tuple[int, Counts]] = []
@@ -137,7 +138,7 @@ def test_an_answer_that_the_independent_reward_failed_for_is_left_out_and_noted(
 
 def test_terms_of_one_name_are_kept_apart():
     terms = RewardsConfig(terms={"own": TERM})
-    independent = Scorer(terms, {"own": lambda generations: [1.0] * len(generations)})
+    independent = Scorer(terms, {"own": lambda generations: RewardOutcome((1.0,) * len(generations))})
     evaluated = held_out(Engine(), Scorer(terms, {"own": by_prompt}), independent, [])
     metrics = evaluated.score(0, evaluated.sample()).metrics
     assert (metrics["eval/reward_component/own"], metrics["eval/independent_component/own"]) == (11.0, 1.0)

@@ -4,6 +4,7 @@ import inspect
 
 import pytest
 
+from rlhf_core.errors import ConfigError
 from rlhf_core.user_code.modules import load_callable
 from rlhf_core.user_code.signatures import Parameters, loaded_parameters, parameters_of
 
@@ -68,7 +69,15 @@ def test_what_only_running_the_file_tells_is_not_guessed(folder, name):
 
 
 @pytest.mark.parametrize(
-    "line", ["plain.__signature__ = None", "plain.__defaults__ = (1,)", "from helpers import of_helpers as plain"]
+    "line",
+    [
+        "plain.__signature__ = None",
+        "from helpers import of_helpers as plain",
+        "from helpers import *",
+        "globals()['plain'] = short",
+        "import sys; sys.modules[__name__].plain = short",
+        "exec('plain = short')",
+    ],
 )
 def test_a_file_that_changes_its_functions_is_not_believed(folder, line):
     (folder / "known.py").write_text(f"{KNOWN}\n{line}\n")
@@ -79,5 +88,10 @@ def test_a_process_that_loads_a_function_tells_its_parameters(folder):
     wanted = inspect.signature(lambda completions: 0).parameters
     (folder / "hidden.py").write_text(f"print('loud')\n{HIDDEN}")
     assert shape(loaded_parameters("hidden.py:changed")) == shape(wanted)
+    (folder / "hidden.py").write_text("globals()['made'] = lambda completions: 0")
+    assert parameters_of("hidden.py:made") is None
+    assert shape(loaded_parameters("hidden.py:made")) == shape(wanted)
+    with pytest.raises(ConfigError, match=r"hidden\.py:mode.*: hidden\.py has no mode; did you mean made"):
+        loaded_parameters("hidden.py:mode")
     (folder / "hidden.py").write_text("raise RuntimeError('no GPU')\ndef f(a): ...")
     assert loaded_parameters("hidden.py:f") is None
