@@ -204,8 +204,9 @@ def detect(row: Row) -> str:
     if found == "prompt":
         refuse_hidden_answers(row)
     if not found:
-        form = "two answers of a comparison" if compared_sides(row) else "unknown columns"
-        raise unknown(f"{form}: none of the forms {sorted(set(get_args(RowFormat)) - {'auto'})}", row)
+        if compared_sides(row):
+            raise unknown("two answers of a comparison: they are not read", row)
+        raise unknown(f"unknown columns: none of the forms {sorted(set(get_args(RowFormat)) - {'auto'})}", row)
     return found
 
 

@@ -31,23 +31,20 @@ TRUTHS = {
     ),
 }
 """Words that are nothing else than a verdict on an answer."""
-WORTHS = TRUTHS | {
+_VERDICTS = TRUTHS | {
     **dict.fromkeys(
         ("1", "1.0", "yes", "good", "correct", "right", "positive", "pos", "safe", "helpful", "pass", "passed"), True
     ),
+    **dict.fromkeys(("up", "thumbsup", "thumb_up", "upvote", "upvoted", "accept", "approve", "approved"), True),
+    **dict.fromkeys(("better", "win", "winner", "acceptable"), True),
     **dict.fromkeys(
         ("0", "0.0", "no", "bad", "incorrect", "wrong", "negative", "neg", "unsafe", "unhelpful", "harmful"), False
     ),
-    **dict.fromkeys(("fail", "failed"), False),
-}
-"""Words that are a verdict where the column is known to hold verdicts; else they may be the expected answer."""
-_VERDICTS = WORTHS | {
-    **dict.fromkeys(("up", "thumbsup", "thumb_up", "upvote", "upvoted", "accept", "approve", "approved"), True),
-    **dict.fromkeys(("better", "win", "winner", "acceptable"), True),
     **dict.fromkeys(("down", "thumbsdown", "thumb_down", "downvote", "downvoted", "reject", "disapprove"), False),
     **dict.fromkeys(("worse", "lose", "loser", "unacceptable", "disapproved", "not_preferred", "not_chosen"), False),
+    **dict.fromkeys(("fail", "failed"), False),
 }
-"""All words of verdicts; the further ones are common answers, too, such as directions."""
+"""All words of verdicts where the column is known to hold some. Many are common answers, too, such as directions."""
 _MINUS_ONE = ("-1", "-1.0")
 _LONGEST_INTEGER = 4300  # most digits of an integer that Python parses by default
 

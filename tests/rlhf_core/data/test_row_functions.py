@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from pipelines.flows.graph import reward_functions
 from rlhf_core.config.data import Files, Source
 from rlhf_core.data.columns import detect
 from rlhf_core.data.files import make_tables
@@ -15,6 +16,7 @@ from rlhf_core.data.limits import DropReport
 from rlhf_core.data.row_functions import UnknownForm
 from rlhf_core.data.sources import LEFT_OUT, read
 from rlhf_core.errors import DataError
+from stages.prepare_data import PrepareDataConfig
 
 ASK = [{"role": "user", "content": "2+2?"}]
 
@@ -230,6 +232,12 @@ def test_a_function_gives_a_row_several_rows_or_none(tmp_path):
     assert report.rows_read == {"s": 3}
     odd = Source(**one | {"function": f"{tmp_path}/rows.py:odd"})
     assert [record.problem[:14] for record in read(odd)] == ["not a row: str", "not a row: str"]
+
+
+def test_the_code_of_a_function_is_in_the_key(tmp_path):
+    one = source(tmp_path, [], function="rows.py:to_row")
+    named = reward_functions(PrepareDataConfig(data=Files(sources=[one])), "prepare_data")
+    assert named == {"prepare_data.data.sources[0].function": "rows.py:to_row"}
 
 
 # ---------------------------------------------------------------- keys of before
