@@ -38,7 +38,7 @@ class Numbers(NamedTuple):
 
 def prepare_data(spec: StageSpec, specs: Specs) -> Numbers:
     tokens = [f"tokens/{part}_{figure}" for part in ("prompt", "answer") for figure in ("mean", "max")]
-    return Numbers([*tokens, "rows/*", "dropped/*", "contaminated/*", "masked/*", "ties/pairs", *_FACTS])
+    return Numbers([*tokens, "rows/*", "dropped/*", "contaminated/*", "masked/*", *_FACTS])
 
 
 _FACTS = ("gold/demonstrations_mean", "gold/demonstrations_right", "annotator/agreement")

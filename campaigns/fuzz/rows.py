@@ -52,10 +52,6 @@ ROWS: tuple[dict[str, Any], ...] = (
     {"chosen": "\n\nHuman: Hi\n\nAssistant: Hello.", "rejected": "\n\nHuman: Hi\n\nAssistant: No."},
     {"prompt": "What is 6 times 7?", "completions": ["6 times 7", "is 42"], "labels": [True, 0.75]},
     {"question": "What is 6 times 7?", "answer": "6 * 7 = 42\n#### 42"},
-    {"prompt": "What is 6 times 7?", "response1": "42", "response2": "43", "preference": "response1"},
-    {"prompt": "What is 6 times 7?", "response_0": "42", "response_1": "43", "preference": 0},
-    {"prompt": "What is 6 times 7?", "answers": [{"answer": "42", "rank": 1}, {"answer": "43", "rank": 2}]},
-    {"input": "What is 6 times 7?", "output": "It is 42.", "reward": 1.5},
 )
 ALL = {"demonstrations": 0.3, "preferences": 0.3, "prompts": 0.2, "eval_prompts": 0.1, "steps": 0.1}
 USES = ({"demonstrations": 1.0}, {"preferences": 1.0}, {"prompts": 1.0}, {"steps": 1.0}, ALL)

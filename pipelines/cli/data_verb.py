@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.cli.common import console, print_json, print_line
-from pipelines.flows.profile_text import toml_literal
 from rlhf_core.config.data import KINDS, DataConfig, Files, Source, Use
 from rlhf_core.data.files import make_tables
 from rlhf_core.data.inspection import SourceReport, inspect
@@ -92,9 +91,6 @@ def _lines(found: SourceReport, *, whole: bool) -> Iterator[str]:
     if found.problem:
         yield f"  cannot be read: {found.problem}"
         return
-    if found.guessed:
-        yield "  its own columns have no known format; guessed, for its section [[prepare_data.data.sources]]:"
-        yield f"    columns = {toml_literal(found.guessed)}"
     yield f"  columns read: {', '.join(found.columns_read) or 'none'}"
     if found.columns_not_read:
         unread = ", ".join(f"{name} ({rows:,})" for name, rows in found.columns_not_read.items())
@@ -104,6 +100,8 @@ def _lines(found: SourceReport, *, whole: bool) -> Iterator[str]:
     yield from (f"    {reason}" for reason in found.dropped[:MOST_REASONS])
     if len(found.dropped) > MOST_REASONS:
         yield f"    and {len(found.dropped) - MOST_REASONS} more reasons"
+    if found.function:
+        yield f"  for rows in no known form, {found.function}"
     malformed = _malformed(found)
     if whole and _too_many(malformed, found.rows_read):
         limit = f"data.max_bad_fraction is {MOST_MALFORMED}"

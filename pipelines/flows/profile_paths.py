@@ -24,7 +24,6 @@ OF_NAMES = (
     "parents",
     "opponents",
     "reward_models",
-    "rating_questions",
     "pools",
 )
 """Tables whose keys are names that the profile chooses, which may be those of options."""

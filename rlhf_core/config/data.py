@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from rlhf_core.schema.base import OPERATIONAL, Config, added_option
+from rlhf_core.schema.base import OPERATIONAL, Config, FunctionName, RenamedConfig, added_option
 
 # ---------------------------------------------------------------- synthetic worlds
 
@@ -140,19 +141,21 @@ RowFormat = Literal[
     "stepwise",
     "hh",
     "question_answer",
-    "comparison",
-    "ranking",
-    "scored",
-    "ratings",
-    "label_studio",
-    "argilla",
 ]
 LabelCoding = Literal["auto", "verdict", "answer"]
-PreferenceCoding = Literal["auto", "zero_based", "one_based", "first_is_one", "signed"]
-RankingPairs = Literal["max_min", "adjacent", "all"]
+
+FORMER_FORMATS = ("comparison", "ranking", "scored", "ratings", "label_studio", "argilla")
+"""Formats that 0.2 read."""
+FORMER_OPTIONS = {"preference_coding": "auto", "ranking_pairs": "max_min"}
+"""Options of a source that 0.2 read, with the values that are still in the keys of results."""
+FORMER_ADDED = ("rating_weights", "min_margin", "rating_questions", "bare_rankings")
+FORMER_COLUMNS = ("margin", "question", "answer", "completions", "labels")
+FORMER_COMPARED = ("response1", "response2", "preference", "answers", "reward")
+FORMER_ADDED_COLUMNS = ("id", "annotator", "input", "history", "system")
+FORMER_ADDED_COMPARED = ("ratings", "ranks", "scores", "thumbs")
 
 
-class Columns(Config):
+class Columns(RenamedConfig):
     """The source's names of the columns that its format reads; an empty name means the format's own."""
 
     prompt: str = ""
@@ -162,25 +165,10 @@ class Columns(Config):
     messages: str = ""
     text: str = ""
     label: str = ""
-    margin: str = ""
-    question: str = ""
-    answer: str = ""
-    completions: str = ""
-    labels: str = ""
-    response1: str = ""
-    response2: str = ""
-    preference: str = ""
-    answers: str = ""
-    reward: str = ""
-    id: str = ""
-    ratings: str = added_option("")
-    ranks: str = added_option("")
-    scores: str = added_option("")
-    thumbs: str = added_option("")
-    annotator: str = added_option("")
-    input: str = added_option("")
-    history: str = added_option("")
-    system: str = added_option("")
+
+    def recorded(self, table: dict[str, Any]) -> dict[str, Any]:
+        """The columns with those that 0.2 had, as they are in the keys of results."""
+        return table | dict.fromkeys((*FORMER_COLUMNS, *FORMER_COMPARED, "id"), "")
 
 
 class Suite(Config):
@@ -234,7 +222,7 @@ KINDS = tuple(table for table in Use.model_fields if table not in HELD_OUT)
 """The other tables."""
 
 
-class Source(Config):
+class Source(RenamedConfig):
     """One file, folder or Hub dataset with one row format."""
 
     name: str = Field(min_length=1)
@@ -254,31 +242,59 @@ class Source(Config):
     """Format of the rows; `auto` infers it from the columns."""
     columns: Columns = Columns()
     """Names of the columns that differ from the usual ones."""
-    preference_coding: PreferenceCoding = "auto"
-    """Meaning of a number in `preference`: the better response's place from 0 (`zero_based`) or from 1 (`one_based`),
-    whether the first is better (`first_is_one`: 1 or 0), or how much better the second is (`signed`: negative for the
-    first, 0 for a tie). `auto` infers it from the numbers of the whole source and refuses ambiguous ones."""
+    function: FunctionName | None = added_option(None)
+    """Your function, `rows.py:to_row`, for rows in any other form. It gets a row of the file as a dictionary and returns one
+    in a known form, a list of several, or None to leave the row out. Its code is part of the key."""
     label_coding: LabelCoding = added_option("auto")
     """Whether `label` beside one answer is a verdict on it (`verdict`: bad answers are not imitated) or the expected
     answer (`answer`). `auto` infers it from the labels of the whole source and refuses ambiguous ones."""
     repeated_prompts: Literal["remove", "keep"] = added_option("remove")
     """Treatment of prompts that nearly all answers of the source begin with."""
-    ranking_pairs: RankingPairs = "max_min"
-    """Pairs made from a ranking: the best answer against the worst, each against the next one, or each against each."""
-    rating_weights: dict[str, float] = added_option({})
-    """Weight of each aspect in an answer's rating: `{helpfulness = 0.65, correctness = 0.35}`. Without weights, answers
-    need an overall rating."""
-    min_margin: float = added_option(0.0, ge=0)
-    """Smallest difference between two ratings that counts as a preference; answers that are closer are a tie."""
-    rating_questions: dict[str, str] = added_option({})
-    """Label Studio and Argilla: the field that each rating question is about, `{quality_a = "response_a"}`."""
-    bare_rankings: bool = added_option(False)
-    """Argilla: whether a ranking that lists names without ranks is read as best first. Argilla 2 exports rankings so,
-    and ties cannot be seen in them."""
     weight: float = Field(1.0, gt=0)
     """Relative share of each table, if `data.mixture` is `weights`."""
     use: Use
     """Shares of the source's prompts for each table; the parts are disjoint."""
+
+    def recorded(self, table: dict[str, Any]) -> dict[str, Any]:
+        """The options with those that 0.2 had, at the places where they are in the JSON of results."""
+        found: dict[str, Any] = {}
+        for name, value in table.items():
+            found |= {"ranking_pairs": "max_min"} if name == "weight" else {}
+            found[name] = value
+            found |= {"preference_coding": "auto"} if name == "columns" else {}
+        return found
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_former(cls, table: Any) -> Any:
+        """Raise ValueError for a format, an option or a name of a column that only 0.2 read."""
+        if not isinstance(table, Mapping):
+            return table
+        columns = table.get("columns")
+        columns = dict(columns) if isinstance(columns, Mapping) else {}
+        told = {f"columns.{name}": columns.pop(name) for name in _FORMER_NAMES if name in columns}
+        told |= {name: table[name] for name in (*FORMER_OPTIONS, *FORMER_ADDED) if name in table}
+        told = {key: value for key, value in told.items() if value and value != FORMER_OPTIONS.get(key)}
+        if table.get("format") in FORMER_FORMATS:
+            told["format"] = table["format"]
+        if told:
+            key, value = next(iter(told.items()))
+            raise ValueError(f"{key} = {value!r}: is not read any more; {_instead(table, list(told))}")
+        kept = {name: value for name, value in table.items() if name not in (*FORMER_OPTIONS, *FORMER_ADDED)}
+        return kept | {"columns": columns} if isinstance(table.get("columns"), Mapping) else kept
+
+
+_FORMER_NAMES = (*FORMER_COLUMNS, *FORMER_COMPARED, *FORMER_ADDED_COLUMNS, *FORMER_ADDED_COMPARED)
+
+
+def _instead(table: Mapping[str, Any], told: list[str]) -> str:
+    """The remedy for keys that are not read any more."""
+    plain = [f"columns.{name}" for name in (*FORMER_COLUMNS, *FORMER_ADDED_COLUMNS)]
+    if not set(told) <= set(plain):
+        return f"remove it; `rlhf data {table.get('path', 'FILE')}` prints the function to paste that reads such rows"
+    lines = [f'row["{ours}"] = row.pop("{theirs}")' for ours, theirs in table["columns"].items()]
+    code = "".join(f"    {line}\n" for line in (*lines, "return row"))
+    return f'give the source function = "rows.py:to_row" and no `columns`, with rows.py beside the profile:\n\ndef to_row(row):\n{code}'
 
 
 class Filters(Config):

@@ -14,20 +14,12 @@ from functools import lru_cache
 from typing import Any, Literal, get_args
 
 from rlhf_core.config.data import Columns, RowFormat, Source
-from rlhf_core.data.comparisons import (
-    TRANSCRIPT_TURN,
-    Row,
-    asked,
-    is_ranking,
-    is_rated,
-    refuse_hidden_answers,
-    refuse_sides,
-    responses,
-)
+from rlhf_core.data.row_functions import PROMPTS, Row, UnknownForm, compared_sides, pasted, rated_pair, unknown
 from rlhf_core.data.turns import (
+    TRANSCRIPT_TURN,
     TRUTHS,
-    WORTHS,
     Turns,
+    asked,
     begins_conversation,
     spelling,
     string,
@@ -37,9 +29,6 @@ from rlhf_core.data.turns import (
 )
 from rlhf_core.errors import DataError
 from rlhf_core.types import Message
-
-PROMPTS = ("prompt", "instruction", "question", "query", "problem", "input", "messages", "conversations")
-"""Names of columns that are the prompt of a pair, the first of them that a row has; `instruction` goes with `input`."""
 
 _BEFORE = (
     r"(\w+_)?(contexts?|passages?|documents?|articles?|paragraphs?)(_(text|body))?|docs?|ctx(_[ab])?|history|background(_info)?"
@@ -56,109 +45,87 @@ _OPEN_TRANSCRIPT = re.compile(r"(^|\n\n)Assistant:\s*$")
 
 
 _AS_THEY_ARE = Columns()
-_ABSENT = object()
 
 
 class Reading(Mapping[str, Any]):
     """A row under the names of our formats, which records the columns that are read.
 
-    A name with dots is a value inside of a column.
-
-    >>> row = Reading({"instruction": "2+2?", "reward_model": {"ground_truth": "4"}, "id": 7}, Columns(prompt="instruction"))
-    >>> row["prompt"], row["reward_model.ground_truth"], row.unread()
+    >>> row = Reading({"instruction": "2+2?", "answer": "4", "id": 7}, Columns(prompt="instruction"))
+    >>> row["prompt"], row["answer"], row.unread()
     ('2+2?', '4', ['id'])
     """
 
-    __slots__ = ("_row", "_seen", "_theirs")
+    __slots__ = ("_names", "_row", "_seen")
 
-    def __init__(self, row: Mapping[str, Any], columns: Columns = _AS_THEY_ARE) -> None:
-        """Raise DataError for a mapped column that the row does not have."""
-        self._row = row
-        self._theirs = _mapped(columns)
-        self._seen: set[str] = set()
-        missing = sorted(theirs for theirs in self._theirs.values() if _value(row, theirs) is _ABSENT)
+    def __init__(self, row: Row, columns: Columns = _AS_THEY_ARE) -> None:
+        """Raise UnknownForm for a mapped column that the row does not have."""
+        mapped = _mapped(columns)
+        missing = sorted(set(mapped.values()) - row.keys())
         if missing:
-            raise DataError(f"no such column: {missing[0]!r}; the row has {sorted(row)}")
+            raise unknown(f"no such column: {missing[0]!r}", row)
+        taken = {*mapped, *mapped.values()}
+        self._row = row
+        self._names = mapped | {name: name for name in row if name not in taken}
+        self._seen: set[str] = set()
 
     def __getitem__(self, name: str) -> Any:
-        theirs = self._name(name)
-        value = _ABSENT if theirs is None else _value(self._row, theirs)
-        if theirs is None or value is _ABSENT:
-            raise KeyError(name)
+        theirs = self._names[name]
         self._seen.add(theirs)
-        return value
+        return self._row[theirs]
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return the value of a column, read; `default` if the row does not have it."""
-        if name not in self._row and name not in self._theirs and "." not in name:  # as most names in most rows
-            return default
-        return self[name] if name in self else default
+        return self[name] if name in self._names else default
 
     def __contains__(self, name: object) -> bool:
-        theirs = self._name(name) if isinstance(name, str) else None
-        return theirs is not None and _value(self._row, theirs) is not _ABSENT
+        return name in self._names
 
     def __iter__(self) -> Iterator[str]:
-        taken = set(self._theirs.values())
-        yield from self._theirs
-        yield from (name for name in self._row if name not in taken and name not in self._theirs)
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)
+        return len(self._names)
 
-    def __or__(self, more: Mapping[str, Any]) -> Reading:
-        """Return the row with the columns `more`; reads there count as reads here."""
-        other = Reading({**self._row, **more})
-        other._theirs = {ours: theirs for ours, theirs in self._theirs.items() if ours not in more}
-        other._seen = self._seen
+    def changed(self, name: str, value: Any) -> Reading:
+        """Return the row with another value in a column; reads there count as reads here."""
+        other = Reading(self._row)
+        theirs = self._names.get(name, name)
+        other._row = {**self._row, theirs: value}
+        other._names, other._seen = self._names | {name: theirs}, self._seen
         return other
 
     def maps(self, name: str) -> bool:
         """Return whether `columns` maps the column `name`."""
-        return name in self._theirs
+        return self._names.get(name, name) != name
 
     def again(self) -> Reading:
         """Return the row with no column read."""
         other = Reading(self._row)
-        other._theirs = self._theirs
+        other._names = self._names
         return other
 
     def unread(self) -> list[str]:
         """Return the columns, and the keys of turns, that hold something and were not read."""
-        return sorted({name for column, value in self._row.items() for name in self._unread(column, value)})
-
-    def _name(self, name: str) -> str | None:
-        """Return the row's name of the column `name`; None for its own name of a column that is mapped to another."""
-        if not self._theirs:
-            return name
-        if name in self._theirs:
-            return self._theirs[name]
-        return None if name in self._theirs.values() else name
-
-    def _unread(self, name: str, value: Any) -> Iterator[str]:
-        if name in self._seen:
-            yield from (f"{name}[].{key}" for key in unread_keys(value))
-        elif isinstance(value, Mapping) and any(seen.startswith(f"{name}.") for seen in self._seen):
-            for key, inner in value.items():
-                yield from self._unread(f"{name}.{key}", inner)
-        elif not is_empty(value):
-            yield name
+        found = (name for name, value in self._row.items() if name not in self._seen and not is_empty(value))
+        keys = (f"{name}[].{key}" for name in self._seen if name in self._row for key in unread_keys(self._row[name]))
+        return sorted({*found, *keys})
 
 
-def refuse_left_out(unread: Sequence[str], row: Mapping[str, Any]) -> None:
-    """Raise DataError if a column without which the prompt is another one was not read."""
+def refuse_left_out(unread: Sequence[str], row: Row) -> None:
+    """Raise UnknownForm if a column without which the prompt is another one was not read."""
     found = {name: match for name in unread if (match := _needed(name))}
     if not found:
         return
+    asked = prompt_name(row) or "prompt"
     order = sorted(found, key=lambda name: not found[name]["before"])
-    asked = [name for name in order if found[name]["before"]], prompt_name(row) or "prompt"
-    parts = [*asked[0], asked[1], *order[len(asked[0]) :]]
-    raise DataError(
-        f"a part of the prompt: {sorted(found)} would be left out in silence; write the prompt of each row, "
-        f'row["prompt"] = "\\n\\n".join(str(row[name]) for name in {parts}), and remove its parts; rows of `instruction`, '
-        "`input`, `history` and `output` are read as they are, without `columns` (or set columns = {input = ...} for format "
-        "= 'alpaca'); set `format` to leave the column out"
-    )
+    before = [name for name in order if found[name]["before"]]
+    parts = [*before, asked, *order[len(before) :]]
+    made = [f'row["{asked}"] = "\\n\\n".join(str(row.pop(name)) for name in {parts})', "return row"]
+    if not isinstance(row.get(asked), str):
+        made = [f'said = "\\n\\n".join(str(row.pop(name)) for name in {order})']
+        made += [f'row["{asked}"] = [{{"role": "system", "content": said}}, *row["{asked}"]]', "return row"]
+    rule = f"a part of the prompt: {sorted(found)} would be left out in silence (set `format` to leave it out)"
+    raise UnknownForm(f"{rule}; the row has {sorted(row)}", pasted(*made))
 
 
 @lru_cache
@@ -196,13 +163,6 @@ def alpaca_turns(row: Mapping[str, Any]) -> Turns:
     return (*earlier, Message("user", "\n".join(part for part in parts if part.strip())))
 
 
-def unread_fields(record: Mapping[str, Any], texts: Sequence[Any]) -> list[str]:
-    """Return the fields of an annotation tool's record with another content than `texts`, its prompt and answers."""
-    name = next((name for name in ("data", "fields") if isinstance(record.get(name), Mapping)), "")
-    fields = record[name] if name else {}
-    return [f"{name}.{field}" for field, value in fields.items() if not is_empty(value) and asked(value) not in texts]
-
-
 def is_empty(value: Any) -> bool:
     """Return whether a cell is empty, as tables write missing values."""
     return value is None or (isinstance(value, (str, list, tuple, Mapping)) and len(value) == 0)
@@ -214,82 +174,88 @@ def _mapped(columns: Columns) -> dict[str, str]:
     return {ours: theirs for ours in Columns.model_fields if (theirs := getattr(columns, ours))}
 
 
-def _value(row: Mapping[str, Any], name: str) -> Any:
-    """Return the value of a column, or inside of one (`a.b`); `_ABSENT` if there is none."""
-    if name in row:
-        return row[name]
-    column, dot, rest = name.partition(".") if "." in name else (name, "", "")
-    return _value(row[column], rest) if dot and isinstance(row.get(column), Mapping) else _ABSENT
-
-
 # ---------------------------------------------------------------- formats
 
-FORMATS = sorted(set(get_args(RowFormat)) - {"auto"})
-
-
 MORE_THAN_ONE_ANSWER = ("chosen", "rejected", "preference", "answers", "completions", "ratings", "reward")
-"""Columns of formats in which an answer is worth more than another; those of one answer have none of them."""
+"""Columns of forms in which an answer is worth more than another; those of one answer have none of them."""
+_KNOWN = (
+    ("stepwise", {"prompt", "completions", "labels"}),
+    ("alpaca", {"instruction", "output"}),
+    ("messages", {"messages"}),
+    ("messages", {"conversations"}),
+    ("question_answer", {"question", "answer"}),
+    ("prompt_completion", {"prompt", "completion"}),
+    ("prompt", {"prompt"}),
+    ("text", {"text"}),
+)
 
 
-def detect(row: Mapping[str, Any]) -> str:
+def detect(row: Row) -> str:
     """Return the format of `row` by its columns. Raises DataError for columns that are unknown or would be left out.
 
     >>> detect({"prompt": "2+2?", "chosen": "4", "rejected": "5"})
     'preference'
     """
     has = {name for name, value in row.items() if value is not None}
-    if export := exported(row):
-        return export
     if {"chosen", "rejected"} <= has:
         return _pair_format(row)
-    if {"prompt", "preference"} <= has and responses(row):
-        return "comparison"
-    if is_ranking(row):
-        return "ranking"
-    if is_rated(row):
-        return "ratings"
-    if {"prompt", "completion", "reward"} <= has and "label" not in has:
-        return "scored"
-    for name, needed in (
-        ("stepwise", {"prompt", "completions", "labels"}),
-        ("scored", {"input", "output", "reward"}),
-        ("unpaired_preference", {"prompt", "completion", "thumbs"}),
-        ("alpaca", {"instruction", "output"}),
-        ("messages", {"messages"}),
-        ("messages", {"conversations"}),
-        ("question_answer", {"question", "answer"}),
-        ("prompt", {"prompt"}),
-        ("text", {"text"}),
-    ):
-        if needed <= has:
-            if name == "prompt" and "completion" not in has:
-                refuse_sides(row)
-                refuse_hidden_answers(row)
-            if name != "prompt" or "completion" not in has:
-                return name
-            return "prompt_completion"
-    refuse_sides(row)
-    raise DataError(
-        f"unknown columns: {sorted(row)}; known formats are {FORMATS}; set `columns` to the names in the row"
+    refuse_judgment(row, has)
+    found = next((name for name, needed in _KNOWN if needed <= has), "")
+    if found == "prompt":
+        refuse_hidden_answers(row)
+    if not found:
+        if compared_sides(row):
+            raise unknown("two answers of a comparison: they are not read", row)
+        raise unknown(f"unknown columns: none of the forms {sorted(set(get_args(RowFormat)) - {'auto'})}", row)
+    return found
+
+
+def refuse_judgment(row: Row, has: set[str]) -> None:
+    """Raise UnknownForm for an answer with a thumb or a reward, which would be imitated whatever they say."""
+    rewarded = "label" not in has and (
+        {"prompt", "completion", "reward"} <= has or {"input", "output", "reward"} <= has
     )
+    if rewarded or ("thumbs" in has and has & {"completion", "output", "answer", "messages", "conversations"}):
+        raise unknown("an answer with a thumb or a reward: it is not read, and the answer may be a bad one", row)
 
 
-def exported(row: Mapping[str, Any]) -> str:
-    """Return the format of a record of an annotation tool's export, or the empty text for any other row."""
-    if {"data", "annotations"} <= set(row):
-        return "label_studio"
-    return "argilla" if {"fields", "responses"} <= set(row) else ""
+def refuse_hidden_answers(row: Row) -> None:
+    """Raise UnknownForm if a row that would be read as a bare prompt has columns with answers or verdicts.
+
+    Columns with plain numbers (`num_responses`) do not count as answers, and empty columns are ignored.
+    """
+    hidden = sorted(name for name, value in row.items() if _holds(name, value))
+    if hidden:
+        rule = f"answers beside a bare prompt: {hidden} would be left out in silence"
+        raise unknown(f"{rule} (set format = 'prompt' to leave them out, or columns = {{label = ...}})", row)
 
 
-def _pair_format(row: Mapping[str, Any]) -> str:
-    """Return the format of a pair. Raises DataError if the prompt would have to be guessed from common words."""
+def _holds(name: str, value: Any) -> bool:
+    """Return whether the column `name` contains an answer, an expected one, or a verdict on answers."""
+    words = {word.rstrip("0123456789") for word in _NOT_WORD.split(_CAMEL.sub("_", name).lower())}
+    if words & _VERDICTS or name == "reward_model":
+        return value not in (None, "", [], {})
+    return bool(words & _ANSWERS) and isinstance(value, (str, list, tuple, Mapping)) and len(value) > 0
+
+
+_NOT_WORD = re.compile(r"[\W_]+")
+_CAMEL = re.compile(r"(?<=[a-z])(?=[A-Z])")
+_ANSWERS = {
+    *("answer", "answers", "response", "responses", "completion", "completions", "output", "outputs"),
+    *("reply", "replies", "generation", "generations", "candidate", "candidates", "chosen", "rejected"),
+}
+_VERDICTS = {"preference", "preferences", "preferred", "winner", "loser", "better", "safer", "rank", "ranks", "ranking"}
+
+
+def _pair_format(row: Row) -> str:
+    """Return the format of a pair. Raises UnknownForm if the prompt would have to be guessed from common words."""
+    if rated_pair(row):
+        raise unknown("ratings of a pair: they are not read under these names", row)
     sides = row["chosen"], row["rejected"]
     if prompt_name(row) == "prompt" or not all(map(begins_conversation, sides)):
         if not prompt_name(row):
-            raise DataError(
-                f"no prompt: chosen and rejected are answers alone, and none of the columns {sorted(row)} is known as "
-                "their prompt; set columns = {prompt = ...}, or format = 'implicit_preference' where both begin with it"
-            )
+            rule = "no prompt: chosen and rejected are answers alone, and no column is known as their prompt"
+            raise unknown(f"{rule} (set format = 'implicit_preference' where both begin with it)", row)
         return "preference"
     return "hh" if isinstance(sides[0], str) and TRANSCRIPT_TURN.match(sides[0]) else "implicit_preference"
 
@@ -313,7 +279,7 @@ _NUMBERS = ("0", "0.0", "1", "1.0", "-1", "-1.0")
 _WRITTEN_AS_FLOAT = re.compile(r"-?\d+\.0")
 _NO_NUMBER = ("nan", "<na>", "null", "none")
 _TELLING_ROWS = 8
-"""Number of rows from which labels look like verdicts that are two in all, or mostly words such as `good`."""
+"""Number of rows from which labels that are two in all look like verdicts."""
 
 
 def verdict_of(row: Row) -> Any:
@@ -364,8 +330,6 @@ def _label_reading(source: Source, format_name: str, rows: Iterable[Row]) -> Lab
         return "verdict"
     if source.label_coding != "auto":
         return source.label_coding
-    if any("thumbs" in row for row in rows):
-        return "verdict"
     said = Counter(spelling(label) for row in rows if (label := verdict_of(row)) is not None)
     words = sum(count for label, count in said.items() if label in TRUTHS)
     others = sum(count for label, count in said.items() if label not in TRUTHS and label not in _NUMBERS)
@@ -395,6 +359,7 @@ def refuse_verdict(row: Row, source: Source) -> None:
 
 
 def _may_be_verdicts(said: Counter[str]) -> bool:
-    words = sum(count for label, count in said.items() if label in WORTHS and label not in _NUMBERS)
-    many = said.total() >= _TELLING_ROWS
-    return said.keys() <= set(_NUMBERS) or (many and (len(said) == 2 or 2 * words >= said.total()))
+    """Whether labels are numbers of verdicts, half of them words of verdicts, or two words in many rows."""
+    words = sum(count for label, count in said.items() if worth(label) is not None and label not in _NUMBERS)
+    two = said.total() >= _TELLING_ROWS and len(said) == 2
+    return said.keys() <= set(_NUMBERS) or two or 2 * words >= said.total()

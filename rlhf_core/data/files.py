@@ -9,7 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config.data import HELD_OUT, Files, PreferenceCoding, Source
+from rlhf_core.config.data import HELD_OUT, Files, Source
 from rlhf_core.data.cleaning import (
     NearDuplicates,
     RowFilter,
@@ -26,22 +26,21 @@ from rlhf_core.data.columns import (
     LabelReading,
     Reading,
     detect,
-    exported,
     has_integers_with_gaps,
     is_gap,
     label_reading,
+    refuse_hidden_answers,
+    refuse_judgment,
     refuse_left_out,
     refuse_verdict,
-    unread_fields,
 )
-from rlhf_core.data.comparisons import NoPreference, Row, asked, refuse_hidden_answers, verdict_coding
-from rlhf_core.data.exports import EXPORTS, preference_rows, read_record
-from rlhf_core.data.formats import Example, convert_all, examples_of
+from rlhf_core.data.formats import Example, Tie, convert
 from rlhf_core.data.interleaving import interleave
 from rlhf_core.data.limits import Drop, DropReport, Origin
 from rlhf_core.data.mixing import is_evaluation, misfit, mix, shuffled, table_of, trained
+from rlhf_core.data.row_functions import Row, UnknownForm
 from rlhf_core.data.rows import RowFile, RowProgress, StoredRows
-from rlhf_core.data.sources import Record, read
+from rlhf_core.data.sources import LEFT_OUT, Record, read
 from rlhf_core.data.tables import Demonstration, Feedback, Preference, SteppedAnswer, Tables, content_id, pseudonym
 from rlhf_core.errors import DataError
 from rlhf_core.types import Message, Prompt, derive_seed
@@ -73,7 +72,7 @@ def make_tables(
         if config.deduplicate:
             examples = deduplicate(examples, report)
         steps.message = f"splitting {source.name}"
-        _assign(_paired(examples, source, report), source, config, assigned, report)
+        _assign(_paired(examples, source), source, config, assigned, report)
     steps.message = "cleaning all sources"
     if config.deduplicate:
         _deduplicate_across(assigned, report)
@@ -111,31 +110,22 @@ def read_examples(
     rows = _readable(source, report, malformed, examples.file)
     format_name = rows.format
     examples.file.progress.message = f"converting {source.name}"
-    # What numbers and labels mean is decided over all rows.
-    coding = source.preference_coding
-    if format_name == "comparison":
-        coding = verdict_coding(source.name, coding, rows)
-    labels = label_reading(source, format_name, rows.having("label", "kto_tag", "thumbs"))
+    labels = label_reading(source, format_name, rows.having("label", "kto_tag"))  # over all rows
     gaps = [name for name in ("label", "answer") if has_integers_with_gaps(rows.having(name), name)]
     for origin, row in rows.located():
         for name in gaps:
-            theirs = getattr(source.columns, name) or name
-            row = row | {theirs: "" if is_gap(row.get(name)) else row[name].removesuffix(".0")}
+            row = row.changed(name, "" if is_gap(row.get(name)) else row[name].removesuffix(".0"))
         try:
-            made = _examples(row, format_name, source, coding, labels)
+            example = _example(row, format_name, source, labels)
         except _MALFORMED as error:
-            malformed.append(_malformed(source, origin, error))
+            malformed.append(_malformed(source, origin, error, report))
             continue
-        except NoPreference as verdict:
-            ties.append(Drop(source.name, origin, verdict.reason))
+        except Tie as tie:
+            ties.append(Drop(source.name, origin, str(tie)))
             continue
-        report.not_read[source.name].update(made[0].unread)
-        if made[0].tied:
-            report.tied_pairs[source.name] += made[0].tied
-        # Only the best answer of a ranking is worth imitating: the chosen answer of the first pair.
-        for one in made if len(made) > 1 and _goes_to("preferences", made[0], source) else made[:1]:
-            name = pseudonym(one.annotator, source.name)
-            examples.append(replace(one, source=source.name, origin=origin, annotator=name))
+        report.not_read[source.name].update(example.unread)
+        name = pseudonym(example.annotator, source.name)
+        examples.append(replace(example, source=source.name, origin=origin, annotator=name))
     if source.repeated_prompts == "remove":
         examples, repeated = without_repeated_prompts(examples)
         report.not_read[source.name].update({"prompts repeated in answers": repeated} if repeated else {})
@@ -143,36 +133,6 @@ def read_examples(
     report.drops += malformed + ties
     report.check_malformed(source.name, malformed, max_bad_fraction=max_bad_fraction)
     return examples
-
-
-def best_against_worst(
-    examples: StoredRows[Example], report: DropReport, *, min_margin: float = 0.0
-) -> StoredRows[Example]:
-    """Return scored examples as one pair per prompt, of the highest and the lowest reward. The others are unused.
-
-    If all answers to a prompt have the same reward, or differ by less than `min_margin`, or there is only one, the
-    examples become bare prompts. Examples without a reward stay unchanged.
-    """
-    by_prompt: dict[bytes, list[int]] = defaultdict(list)
-    for place, example in enumerate(examples):
-        if example.reward is not None:
-            by_prompt[fingerprint(exact(example.prompt))].append(place)
-    if not by_prompt:
-        return examples
-    judged = examples.changed(lambda one: one if one.reward is None else None)
-    for places in by_prompt.values():
-        found = [examples[place] for place in places]
-        order = sorted(found, key=lambda example: -(example.reward or 0.0))
-        best, worst = order[0], order[-1]
-        gap = (best.reward or 0.0) - (worst.reward or 0.0)
-        if gap == 0 or gap < min_margin:
-            for example in found:
-                judged.append(replace(example, chosen=()))
-            continue
-        judged.append(replace(best, rejected=worst.chosen, margin=gap, annotator=_both(best, worst)))
-        if len(order) > 2:
-            report.unused[best.source] += len(order) - 2
-    return judged
 
 
 def pair_unpaired(examples: StoredRows[Example]) -> StoredRows[Example]:
@@ -216,17 +176,17 @@ class _Readable:
     source: Source
     format: str
     columns: set[str]
-    """Names of the columns that any of them has, up to their first dot."""
+    """Names of the columns that any of them has."""
 
     def having(self, *names: str) -> Iterable[Row]:
         """The rows, or none if no row has one of the columns."""
-        theirs = (getattr(self.source.columns, name, "").partition(".")[0] for name in names)
+        theirs = (getattr(self.source.columns, name, "") for name in names)
         return () if self.columns.isdisjoint((*names, *theirs)) else self
 
     def __iter__(self) -> Iterator[Row]:
         return (row for _, row in self.located())
 
-    def located(self) -> Iterator[tuple[Origin, Any]]:
+    def located(self) -> Iterator[tuple[Origin, Reading]]:
         """Yield each row with its origin."""
         return ((one.origin, row_format(one, self.source, self.format)[1]) for one in self.records)
 
@@ -240,15 +200,18 @@ def _readable(source: Source, report: DropReport, malformed: list[Drop], file: R
     good, columns = array("q"), set[str]()
     for number, record in records.numbered():
         report.rows_read[source.name] += 1
+        if record.problem == LEFT_OUT:
+            report.add(source.name, record.origin, LEFT_OUT)
+            continue
         try:
             format_name, row = row_format(record, source, format_name)
             if source.format == "auto":
                 _refuse_others(row, format_name)
         except _MALFORMED as error:
-            malformed.append(_malformed(source, record.origin, error))
+            malformed.append(_malformed(source, record.origin, error, report))
             continue
         good.append(number)
-        columns.update(name.partition(".")[0] for name in record.row)
+        columns.update(record.row)
     return _Readable(StoredRows(records.file, good), source, format_name if good else "", columns)
 
 
@@ -263,21 +226,20 @@ def usual_format(records: Sequence[Record], source: Source) -> str:
     return max(found, key=found.__getitem__, default="")
 
 
-def row_format(record: Record, source: Source, known: str = "") -> tuple[str, Row]:
+def row_format(record: Record, source: Source, known: str = "") -> tuple[str, Reading]:
     """Return the format of a record (`known`, if its source has one) and its columns. Raises DataError if it is none."""
     if record.problem:
         raise DataError(record.problem)
-    # The columns of an export name fields inside its records.
-    known = known or exported(record.row)
-    row = record.row if known in EXPORTS else Reading(record.row, source.columns)
+    row = Reading(record.row, source.columns)
     return known or detect(row), row
 
 
-def _refuse_others(row: Row, format_name: str) -> None:
+def _refuse_others(row: Reading, format_name: str) -> None:
     """Raise DataError for a row with answers or verdicts that `format_name`, the format of most rows, leaves out."""
     if format_name == "prompt":
         refuse_hidden_answers(row)
-    elif format_name == "implicit_preference" or (
+    refuse_judgment(row, {name for name, value in row.items() if value is not None})
+    if format_name == "implicit_preference" or (
         format_name in JUDGED_FORMATS and any(name in row for name in MORE_THAN_ONE_ANSWER)
     ):
         try:
@@ -291,52 +253,34 @@ def _refuse_others(row: Row, format_name: str) -> None:
             raise DataError(f"mixed formats: {rule}; set `format`, or make it two sources")
 
 
-def _examples(
-    row: Row, format_name: str, source: Source, coding: PreferenceCoding, labels: LabelReading
-) -> list[Example]:
-    """Return the examples of a row. Raises DataError for a malformed one, and NoPreference if it prefers no answer."""
-    if format_name in EXPORTS:
-        judged = read_record(row, format_name, source)
-        rows, tied = preference_rows(judged, pairs=source.ranking_pairs, min_margin=source.min_margin)
-        examples = examples_of(rows, "preference", {}, tied=tied)
-        texts = (judged.prompt, *map(asked, judged.answers))
-        return [replace(examples[0], unread=tuple(unread_fields(row, texts))), *examples[1:]]
-    examples = convert_all(
-        row,
-        format_name,
-        coding=coding,
-        ranking_pairs=source.ranking_pairs,
-        rating_weights=source.rating_weights,
-        min_margin=source.min_margin,
-        labels=labels,
-    )
+def _example(row: Reading, format_name: str, source: Source, labels: LabelReading) -> Example:
+    """Return the example of a row. Raises DataError for a malformed one, and Tie if it prefers no answer."""
+    example = convert(row, format_name, labels=labels)
     if source.format == "auto":
-        refuse_left_out(examples[0].unread, row)
-    if labels == "answer" and format_name in JUDGED_FORMATS and examples[0].chosen:
+        refuse_left_out(example.unread, row)
+    if labels == "answer" and format_name in JUDGED_FORMATS and example.chosen:
         refuse_verdict(row, source)
-    return examples
+    return example
 
 
-def _malformed(source: Source, origin: Origin, error: DataError | RecursionError) -> Drop:
+def _malformed(source: Source, origin: Origin, error: DataError | RecursionError, report: DropReport) -> Drop:
+    if isinstance(error, UnknownForm):
+        report.functions.setdefault(source.name, error.function)
     said = "brackets too deep" if isinstance(error, RecursionError) else str(error)
     return Drop(
         source.name, origin, f"malformed: {said if len(said) <= _LONGEST_REASON else said[:_LONGEST_REASON] + ' ...'}"
     )
 
 
-def _paired(examples: StoredRows[Example], source: Source, report: DropReport) -> StoredRows[Example]:
+def _paired(examples: StoredRows[Example], source: Source) -> StoredRows[Example]:
     """Return the examples joined to pairs, except those for the `steps` table, which are judged one by one."""
     use = source.use
-    if not (
-        use.steps
-        or use.eval_steps
-        or any(one.reward is not None or (one.rejected and not one.chosen) for one in examples)
-    ):
+    if not (use.steps or use.eval_steps or any(one.rejected and not one.chosen for one in examples)):
         return examples
     judged, others = StoredRows[Example](examples.file), StoredRows[Example](examples.file)
     for number, example in examples.numbered():
         (judged if _goes_to("steps", example, source) else others).numbers.append(number)
-    paired = pair_unpaired(best_against_worst(others, report, min_margin=source.min_margin))
+    paired = pair_unpaired(others)
     return StoredRows(examples.file, chain(paired.numbers, judged.numbers))
 
 

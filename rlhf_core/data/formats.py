@@ -5,38 +5,27 @@ Column names are TRL's (https://huggingface.co/docs/trl/dataset_formats). Turns 
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlhf_core.config.data import PreferenceCoding, RankingPairs
 from rlhf_core.data.chat_templates import common_beginning
 from rlhf_core.data.columns import LabelReading, Reading, alpaca_turns, prompt_name, prompt_turns, verdict_of
-from rlhf_core.data.comparisons import (
-    TRANSCRIPT_TURN,
-    Row,
-    Tie,
-    Unrated,
-    compared,
-    overall,
-    ranked,
-    rated,
-    score_margin,
-)
 from rlhf_core.data.limits import Origin
+from rlhf_core.data.row_functions import Row
 from rlhf_core.data.turns import (
+    TRANSCRIPT_TURN,
     Turns,
     annotator,
     calls_tools,
-    finite,
     holds_turns,
     is_text_of_turns,
     label,
     margin,
     probability,
+    rating,
     refuse_calls,
     string,
-    thumbs_up,
     tools_of,
     transcript,
     truth,
@@ -73,83 +62,38 @@ class Example:
     step_labels: tuple[float, ...] = ()
     judged: bool = False
     """Whether the only answer has a label, good or bad."""
-    reward: float | None = None
-    """Reward of the only answer, if the row has one; meaningful only in comparison with rewards of other answers."""
     annotator: str = ""
     conversational: bool = False
     """Whether the row has the prompt as a list of turns."""
-    tied: int = 0
-    """Number of pairs of equally good answers in the row, counted at the first example of the row."""
     unread: tuple[str, ...] = ()
-    """Columns and keys of turns that were not read, at the first example of the row."""
+    """Columns and keys of turns that were not read."""
 
 
-def convert_all(
-    row: Row,
-    format_name: str,
-    *,
-    coding: PreferenceCoding,
-    ranking_pairs: RankingPairs,
-    rating_weights: Mapping[str, float] | None = None,
-    min_margin: float = 0.0,
-    labels: LabelReading = "answer",
-) -> list[Example]:
-    """Return the examples of `row` in the format `format_name`: one, or one per pair for a ranking and for ratings.
+class Tie(Exception):
+    """Raised for a valid pair whose answers were rated equally good."""
+
+
+def convert(row: Row, format_name: str, *, labels: LabelReading = "answer") -> Example:
+    """Return the example of `row` in the format `format_name`.
 
     With `labels = "verdict"` the label of a row with one answer decides whether the answer is good. The column `system`
-    becomes the system message. Raises DataError for an invalid row, and `comparisons.NoPreference` if its answers are
-    equally good or were not judged.
+    becomes the system message. Raises DataError for an invalid row, and Tie if its answers are rated equally good.
     """
     row = row.again() if isinstance(row, Reading) else Reading(row)
     refuse_calls(row)
-    if labels == "verdict" and format_name == "prompt_completion":
-        format_name = "unpaired_preference"
-    weights = rating_weights or {}
-    rows: Sequence[Row] = [row]
-    tied = 0
     try:
-        if format_name == "comparison":
-            rows, format_name = [compared(row, coding)], "preference"
-        elif format_name == "ranking":
-            rows, tied = ranked(row, ranking_pairs)
-            format_name = "preference"
-        elif format_name == "ratings":
-            rows, tied = rated(row, pairs=ranking_pairs, weights=weights, min_margin=min_margin)
-            format_name = "preference"
-        elif format_name == "scored" and weights:
-            rows = [row | {"reward": _weighted(row, weights)}]
-        elif format_name in ("preference", "implicit_preference", "hh") and (margin := score_margin(row)) is not None:
-            rows = [_with_margin(row, margin, min_margin)]
-    except KeyError as error:
-        raise DataError(f"missing column: {error.args[0]!r}; the row has {sorted(row)}") from error
-    examples = examples_of(rows, format_name, row, tied=tied)
-    if labels == "verdict":
-        examples = [_judged(example, row) for example in examples]
-    unread = tuple(row.unread())
-    return [replace(examples[0], unread=unread), *examples[1:]] if unread else examples
-
-
-def examples_of(rows: Sequence[Row], format_name: str, row: Row, *, tied: int) -> list[Example]:
-    """Return the examples of `rows`, which were made from one `row`, with its system message, annotator and ties."""
-    examples = [
-        replace(
-            _with_tools(_with_system(convert(one, format_name), row), row),
-            annotator=annotator(one) or annotator(row),
-            conversational=format_name == "messages" or holds_turns(_prompt_cell(row, format_name)),
-        )
-        for one in rows
-    ]
-    return [replace(examples[0], tied=tied), *examples[1:]] if tied else examples
-
-
-def convert(row: Row, format_name: str) -> Example:
-    """Return the example of `row` in a format with one example a row. Raises DataError for an invalid row."""
-    try:
-        example = ADAPTERS[format_name](row if isinstance(row, Reading) else Reading(row))
+        if format_name in ("preference", "implicit_preference", "hh"):
+            row = _with_margin(row)
+        example = ADAPTERS[format_name](row)
     except KeyError as error:
         raise DataError(f"missing column: {error.args[0]!r}; the row has {sorted(row)}") from error
     _check_example(example)
-    return example
+    if labels == "verdict":
+        example = _judged(example, row)
+    example = _with_tools(_with_system(example, row), row)
+    conversational = format_name == "messages" or holds_turns(_prompt_cell(row, format_name))
+    who = annotator(row)
+    return replace(example, annotator=who, conversational=conversational, unread=tuple(row.unread()))
 
 
 # ---------------------------------------------------------------- adapters
@@ -214,15 +158,6 @@ def _stepwise(row: Row) -> Example:
     return Example(prompt, rejected=answer, steps=texts, step_labels=judged, judged=True)
 
 
-def _scored(row: Row) -> Example:
-    """Return an answer with its reward. The other answers to the prompt decide whether it is good."""
-    reward = finite(row["reward"], "reward")
-    if "instruction" in row and "output" in row:
-        return replace(_alpaca(row), label="", reward=reward)
-    prompt, answer = ("input", "output") if "input" in row else ("prompt", "completion")
-    return Example(turns_of(row[prompt], role="user"), turns_of(row[answer], role="assistant"), reward=reward)
-
-
 def _question_answer(row: Row) -> Example:
     """Return a question with its answer. The label is the text after `####` (GSM8K), or else the whole answer."""
     answer = string(row["answer"], "answer")
@@ -243,7 +178,6 @@ ADAPTERS: dict[str, Callable[[Row], Example]] = {
     "unpaired_preference": lambda row: _judged(_prompt_completion(row), row),
     "stepwise": _stepwise,
     "question_answer": _question_answer,
-    "scored": _scored,
 }
 
 
@@ -272,11 +206,10 @@ def _with_tools(example: Example, row: Row) -> Example:
 
 
 def _judged(example: Example, row: Row) -> Example:
-    """Return the example of a row with one answer as one that was judged good or bad, by its thumbs or its label."""
-    if example.judged or example.rejected or not example.chosen or example.reward is not None:
+    """Return the example of a row with one answer as one that was judged good or bad, by its label."""
+    if example.judged or example.rejected or not example.chosen:
         return example
-    good = thumbs_up(row["thumbs"]) if "thumbs" in row else truth(verdict_of(row))
-    if good:
+    if truth(verdict_of(row)):
         return replace(example, label="", judged=True)
     if not example.prompt:
         raise DataError("no prompt: a bad answer is compared with others to its prompt")
@@ -342,16 +275,16 @@ def _check_example(example: Example) -> None:
             raise DataError(f"empty turn: role {message.role}")
 
 
-def _weighted(row: Row, weights: Mapping[str, float]) -> float:
-    """Return the reward of an answer whose row has a column for each aspect (HelpSteer)."""
-    value = overall(row, weights)
-    if value is None:
-        raise Unrated
-    return value
+def _with_margin(row: Reading) -> Reading:
+    """Return a pair with the difference of its two scores as margin.
 
-
-def _with_margin(row: Reading, margin: float, min_margin: float) -> Row:
-    """Return a pair with the difference of its two ratings as margin. Raises Tie if they are too close."""
-    if margin == 0 or margin < min_margin:
-        raise Tie
-    return row if "margin" in row else row | {"margin": margin}
+    Raises Tie for equal ones, and DataError if the chosen answer is rated below the rejected one.
+    """
+    better, worse = (rating(row.get(name)) for name in ("score_chosen", "score_rejected"))
+    if better is None or worse is None:
+        return row
+    if better < worse:
+        raise DataError(f"chosen is rated below rejected: score_chosen is {better:g}, score_rejected is {worse:g}")
+    if better == worse:
+        raise Tie("tie: no answer is better than the others")
+    return row if "margin" in row else row.changed("margin", better - worse)

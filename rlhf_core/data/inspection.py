@@ -1,18 +1,15 @@
 """Describe the rows of data files, and what `prepare_data` makes of them, without a tokenizer (`rlhf data`)."""
 
-import difflib
 import json
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
 
-from rlhf_core.config.data import KINDS, Columns, Source
+from rlhf_core.config.data import KINDS, Source
 from rlhf_core.data.cleaning import deduplicate, exact
 from rlhf_core.data.columns import is_empty
-from rlhf_core.data.files import best_against_worst, pair_unpaired, read_examples, usual_format
+from rlhf_core.data.files import pair_unpaired, read_examples, usual_format
 from rlhf_core.data.formats import Example
 from rlhf_core.data.limits import DropReport, Reason
 from rlhf_core.data.mixing import misfit
@@ -45,27 +42,14 @@ class SourceReport:
     """Table without rows -> the reason."""
     rows: tuple[str, ...] = ()
     """The first rows as text, with the trained parts inside 【 】."""
-    guessed: Mapping[str, str] = field(default_factory=dict)
-    """The columns of `source` if they were guessed."""
+    function: str = ""
+    """What to paste if rows are in no known form."""
     problem: str = ""
     """The error for which the source cannot be read at all."""
 
 
 def inspect(source: Source) -> SourceReport:
-    """Return what is known of `source` without a tokenizer; guess `columns` if no row can be read without them."""
-    found = _inspect(source)
-    if found.usable or found.problem or source.columns != Columns():
-        return found
-    guesses = Counter(tuple(guess_columns(record.row).items()) for record in _first(source))
-    del guesses[()]
-    guessed = next((dict(guess) for guess, _ in guesses.most_common(1)), {})
-    if not guessed:
-        return found
-    again = _inspect(source.model_copy(update={"columns": Columns(**guessed)}), guessed)
-    return again if again.usable else found
-
-
-def _inspect(source: Source, guessed: Mapping[str, str] | None = None) -> SourceReport:
+    """Return what is known of `source` without a tokenizer."""
     report = DropReport()
     try:
         first = list(_first(source))
@@ -78,7 +62,7 @@ def _inspect(source: Source, guessed: Mapping[str, str] | None = None) -> Source
     unread = report.not_read[source.name]
     columns_read = tuple(name for name in _columns(used) if name not in unread)
     others = {name: rows for name, rows in _columns(first).items() if name not in (*columns_read, *unread)}
-    tables, empty = _tables(examples, min_margin=source.min_margin)
+    tables, empty = _tables(examples)
     return SourceReport(
         source,
         format=usual_format(first, source),
@@ -90,7 +74,7 @@ def _inspect(source: Source, guessed: Mapping[str, str] | None = None) -> Source
         tables=tables,
         empty=empty,
         rows=tuple(shown(example) for example in examples[:SHOWN_ROWS]),
-        guessed=guessed or {},
+        function=report.functions.get(source.name, ""),
     )
 
 
@@ -103,9 +87,9 @@ def _first(source: Source) -> Iterator[Record]:
     return islice(read(source), ROWS_FOR_COLUMNS)
 
 
-def _tables(examples: StoredRows[Example], *, min_margin: float) -> tuple[dict[str, int], dict[str, str]]:
+def _tables(examples: StoredRows[Example]) -> tuple[dict[str, int], dict[str, str]]:
     """Return the rows that each table would have if all examples went there, and why the others would have none."""
-    joined = pair_unpaired(best_against_worst(examples, DropReport(), min_margin=min_margin))
+    joined = pair_unpaired(examples)
     counts: dict[str, int] = {}
     empty: dict[str, str] = {}
     for table in KINDS:
@@ -161,63 +145,3 @@ def _turns(turns: Turns, *, trained: bool) -> Iterator[str]:
 
 def _cut(text: str) -> str:
     return text if len(text) <= LONGEST_TURN else f"{text[:LONGEST_TURN]} ... ({len(text):,} characters)"
-
-
-# ---------------------------------------------------------------- columns of other names
-
-SPELLINGS = {
-    "prompt": "prompt question query problem instruction instructions input ask request user human source task",
-    "completion": "completion response output answer reply target solution assistant generation bot gold result",
-    "chosen": "chosen better best good preferred winner accepted positive win responsechosen",
-    "rejected": "rejected worse worst bad dispreferred loser negative lose nonpreferred responserejected",
-    "messages": "messages dialog dialogue conversation conversations turns chat history",
-    "text": "text body content document passage story",
-    "completions": "completions responses answers outputs candidates generations replies options",
-    "scores": "scores score ratings rewards reward",
-}
-"""Column of a format -> names that data sets give it, in lower case and without other signs, the most usual first."""
-
-_LISTS = ("completions", "scores")
-_SETS = (
-    *(("prompt", "chosen", "rejected"), ("chosen", "rejected"), ("prompt", *_LISTS)),
-    *(("prompt", "completion"), ("messages",), ("text",)),
-)
-"""Columns that make a format, those that hold the most first; `_LISTS` hold lists."""
-
-
-def guess_columns(row: Mapping[str, Any]) -> dict[str, str]:
-    """Return `columns` with which `row` has a known format, by the spelling of its names; empty if there are none.
-
-    Of two texts with names that mean nothing, the first is the prompt.
-
-    >>> guess_columns({"Question ": "2+2?", "reply": "4", "id": 7})
-    {'prompt': 'Question ', 'completion': 'reply'}
-    """
-    names = dict(_names(row))
-    for wanted in (*_SETS, ("prompt",)):
-        found: dict[str, str] = {}
-        for ours in wanted:
-            theirs = _spelled(
-                SPELLINGS[ours].split(), {name: said for name, said in names.items() if name not in found.values()}
-            )
-            if theirs and (ours not in _LISTS or isinstance(row.get(theirs), list)):
-                found[ours] = theirs
-        if len(found) == len(wanted):
-            return {ours: theirs for ours, theirs in found.items() if ours != theirs}
-    return dict(zip(("prompt", "completion"), names, strict=True)) if len(names) == 2 else {}
-
-
-def _names(row: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the columns of a row and the values inside of them (`a.b`), with their last names spelled plainly."""
-    for name, value in row.items():
-        if isinstance(value, Mapping) and not within:
-            yield from _names(value, f"{name}.")
-        elif isinstance(value, (str, list)) and value:
-            yield within + name, re.sub(r"[\W_]", "", name).lower()
-
-
-def _spelled(spellings: Sequence[str], names: Mapping[str, str]) -> str:
-    """Return the column with one of `spellings`, or else with a name that is nearly the first; empty if none has."""
-    plain = {said: name for name, said in reversed(list(names.items()))}
-    near = difflib.get_close_matches(spellings[0], plain, n=1, cutoff=0.75)
-    return next((plain[one] for one in (*spellings, *near) if one in plain), "")

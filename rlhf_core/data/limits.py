@@ -80,8 +80,8 @@ class DropReport:
     unused: Counter[str] = field(default_factory=Counter)
     """Number of valid rows per source that no table needed (shares below 1, weights, `max_rows`)."""
 
-    tied_pairs: Counter[str] = field(default_factory=Counter)
-    """Number of pairs of equally good answers per source, in rows that have other pairs."""
+    functions: dict[str, str] = field(default_factory=dict)
+    """Source -> the function to paste for the first of its rows that are in no known form."""
 
     not_read: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     """Number of rows per source and column, or key of turns, whose content is in no table."""
@@ -115,12 +115,12 @@ class DropReport:
             place = f"{bad[0].origin.file}:{bad[0].origin.line}"
             rule = f"({len(bad)} of {read} rows are malformed, at most {max_bad_fraction:.1%} may be)"
             remedy = "fix the rows, set `format` and `columns` for this source, or raise data.max_bad_fraction"
+            remedy = self.functions.get(source, remedy)
             raise DataError(f"data.sources[{source}]", place, f"{bad[0].reason} {rule}", remedy)
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of `validation.json`."""
         some = {
-            "tied_pairs": dict(self.tied_pairs),
             "not_read": {name: dict(one) for name, one in self.not_read.items() if one},
             "masked": dict(self.masked),
         }

@@ -73,8 +73,6 @@ def misfit(example: Example, table: str) -> str | None:
     prompt, chosen, rejected, steps = example.prompt, example.chosen, example.rejected, example.steps
     if kind != "demonstrations" and any(message.tool_fields for message in (*prompt, *chosen, *rejected)):
         return "tool calls: only demonstrations can hold them"
-    if kind in ("demonstrations", "preferences") and example.reward is not None and not chosen:
-        return "no better answer: its prompt has no two answers of different rewards"
     if kind == "demonstrations" and not chosen:
         return "no good answer: demonstrations need one"
     if kind == "preferences" and not (chosen and rejected) and not example.judged:

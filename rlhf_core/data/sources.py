@@ -17,31 +17,30 @@ from typing import IO, Any
 import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
-from rlhf_core.config.data import Columns, Source
-from rlhf_core.data.comparisons import RESPONSES
+from rlhf_core.config.data import Source
 from rlhf_core.data.file_types import PACKED, at_path, file_type, refuse_other_type, source_files
 from rlhf_core.data.limits import Origin
 from rlhf_core.data.turns import RepeatedKey, from_json, looks_like_turns, worth
 from rlhf_core.errors import DataError, explain
+from rlhf_core.user_code.modules import load_callable
 
 csv.field_size_limit(1 << 30)  # a cell may hold a long conversation; the default is 128 KiB
 
 _BAD_VALUE = (ValueError, OverflowError, TypeError, KeyError, pa.ArrowException)
 """Errors for values that Python cannot represent: dates before year 1, text that is not UTF-8, unknown time zones."""
-_TEXTS = {
-    *("prompt", "instruction", "question", "query", "problem", "input", "completion", "answer", "output", "response"),
-    *(
-        "chosen",
-        "rejected",
-        "text",
-        "label",
-        "system",
-        "system_prompt",
-        "system_message",
-        *(name for pair in RESPONSES for name in pair),
-    ),
-}
-"""Columns of text. What looks like JSON there was written by a person or a model: `[1, 2]` may be an answer."""
+_LISTS = (
+    "messages",
+    "conversations",
+    "tools",
+    "functions",
+    "tool_calls",
+    "function_call",
+    "completions",
+    "labels",
+    "history",
+)
+"""Columns of CSV whose cells are JSON. Elsewhere only turns are: `[1, 2]` may be an answer of a person or a model."""
+LEFT_OUT = "left out: by the function of its source"
 _BATCH = 1000  # rows that are converted to Python at a time
 _BEGINNING = 1 << 16  # number of bytes in which the type of a file shows
 
@@ -56,7 +55,33 @@ class Record:
 
 
 def read(source: Source) -> Iterator[Record]:
-    """Yield every row of `source`, readable or not. Raises DataError if the file is missing or of another type."""
+    """Yield every row of `source`, readable or not; if it has a function, the rows that this one makes of each.
+
+    Raises DataError if the file is missing or of another type.
+    """
+    if source.function is None:
+        yield from _read(source)
+        return
+    function = load_callable(f"data.sources[{source.name}].function", source.function)
+    for record in _read(source):
+        yield from [record] if record.problem else _made(record, function)
+
+
+def _made(record: Record, function: Callable[[dict[str, Any]], Any]) -> Iterator[Record]:
+    """The rows that a user's function makes of one."""
+    try:
+        made = function(dict(record.row))
+    except Exception as error:  # the user's code, which may raise anything
+        yield Record(record.origin, {}, f"the function failed: {type(error).__name__}: {error}")
+        return
+    rows = made if isinstance(made, list) else [made]
+    if made is None or not rows:
+        yield Record(record.origin, {}, LEFT_OUT)
+    for row in rows if made is not None else ():
+        yield _record(record.origin, row)
+
+
+def _read(source: Source) -> Iterator[Record]:
     kind = file_type(source)
     if kind == "hub":
         yield from _records(source.path, _dataset_rows(_hub_rows(source), source))
@@ -129,10 +154,8 @@ def _json(path: Path, source: Source) -> Iterator[Record]:
 
 
 def _csv(path: Path, source: Source, delimiter: str = ",") -> Iterator[Record]:
-    """Yield CSV rows, with the JSON of lists and objects parsed. Cells of prompts, answers and labels stay text, except turns."""
-    mapped = {ours: theirs for ours in Columns.model_fields if (theirs := getattr(source.columns, ours))}
-    texts = (_TEXTS - set(mapped.values())) | {theirs for ours, theirs in mapped.items() if ours in _TEXTS}
-    prose = texts - {"label", source.columns.label}
+    """Yield CSV rows, with the JSON of turns and of known lists parsed."""
+    strict = {*_LISTS, "label", source.columns.label, source.columns.messages}
     with _open(path, errors="surrogateescape") as stream:
         reader = csv.DictReader(stream, strict=True, delimiter=delimiter)
         _refuse_twins(reader.fieldnames or (), source)
@@ -145,9 +168,8 @@ def _csv(path: Path, source: Source, delimiter: str = ",") -> Iterator[Record]:
                 yield Record(origin, {}, f"not a row: {len(reader.fieldnames or ())} cells are needed")
             else:
                 try:
-                    yield Record(
-                        origin, {name: _cell(value, name in texts, name in prose) for name, value in row.items()}, ""
-                    )
+                    cells = {name: _cell(value, name in _LISTS, name in strict) for name, value in row.items()}
+                    yield Record(origin, cells, "")
                 except RepeatedKey as error:
                     yield Record(origin, {}, str(error))
 
@@ -291,16 +313,16 @@ def _refuse_twins(names: Sequence[str], source: Source) -> None:
         raise DataError(at_path(source, f"has more than one column {twins[0]!r}", "rename one of them"))
 
 
-def _cell(value: str, text: bool, prose: bool) -> Any:
-    if value[:1] in ("[", "{"):
-        try:
-            parsed = from_json(value)
-        except DataError as error:
-            if isinstance(error, RepeatedKey) and not prose:
-                raise
-            return value
-        return parsed if not text or looks_like_turns(parsed) else value
-    return value
+def _cell(value: str, lists: bool, strict: bool) -> Any:
+    if value[:1] not in ("[", "{"):
+        return value
+    try:
+        parsed = from_json(value)
+    except DataError as error:
+        if isinstance(error, RepeatedKey) and strict:
+            raise
+        return value
+    return parsed if lists or looks_like_turns(parsed) else value
 
 
 # ---------------------------------------------------------------- named classes
@@ -315,7 +337,7 @@ def _with_names(rows: Iterable[Any], features: Mapping[str, Any], source: Source
     label = source.columns.label or "label"
     names = classes.get(label, {}).get("names", []) if isinstance(classes.get(label), Mapping) else []
     judged = source.label_coding == "verdict" or source.format == "unpaired_preference"
-    if judged and None in map(worth, names):
+    if source.function is None and judged and None in map(worth, names):
         key, rule = f"data.sources[{source.name}].columns.label", f"its classes {names} do not say which one is good"
         each = ", ".join(f"<{one}>" for one in names)
         line = f'dataset = dataset.cast_column("{label}", ClassLabel(names=[{each}]))'

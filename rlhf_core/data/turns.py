@@ -17,17 +17,13 @@ from dataclasses import replace
 from decimal import Decimal
 from typing import Any
 
-from rlhf_core.data.comparisons import TRANSCRIPT_TURN, Row, Unrated
+from rlhf_core.data.row_functions import Row
 from rlhf_core.errors import DataError
 from rlhf_core.text import fold
 from rlhf_core.types import Message
 
 # ---------------------------------------------------------------- values
 
-_THUMBS = {
-    **dict.fromkeys(("up", "thumbs_up", "thumbsup", "👍", "like", "positive", "true", "1", "1.0", "+1"), True),
-    **dict.fromkeys(("down", "thumbs_down", "thumbsdown", "👎", "dislike", "negative", "false", "-1", "-1.0"), False),
-}
 TRUTHS = {
     **dict.fromkeys(("true", "desirable", "chosen", "accepted", "preferred", "liked", "like", "thumbs_up", "👍"), True),
     **dict.fromkeys(
@@ -35,25 +31,21 @@ TRUTHS = {
     ),
 }
 """Words that are nothing else than a verdict on an answer."""
-WORTHS = TRUTHS | {
+_VERDICTS = TRUTHS | {
     **dict.fromkeys(
         ("1", "1.0", "yes", "good", "correct", "right", "positive", "pos", "safe", "helpful", "pass", "passed"), True
     ),
+    **dict.fromkeys(("up", "thumbsup", "thumb_up", "upvote", "upvoted", "accept", "approve", "approved"), True),
+    **dict.fromkeys(("better", "win", "winner", "acceptable"), True),
     **dict.fromkeys(
         ("0", "0.0", "no", "bad", "incorrect", "wrong", "negative", "neg", "unsafe", "unhelpful", "harmful"), False
     ),
-    **dict.fromkeys(("fail", "failed"), False),
-}
-"""Words that are a verdict where the column is known to hold verdicts; else they may be the expected answer."""
-_VERDICTS = WORTHS | {
-    **dict.fromkeys(("up", "thumbsup", "thumb_up", "upvote", "upvoted", "accept", "approve", "approved"), True),
-    **dict.fromkeys(("better", "win", "winner", "acceptable"), True),
     **dict.fromkeys(("down", "thumbsdown", "thumb_down", "downvote", "downvoted", "reject", "disapprove"), False),
     **dict.fromkeys(("worse", "lose", "loser", "unacceptable", "disapproved", "not_preferred", "not_chosen"), False),
+    **dict.fromkeys(("fail", "failed"), False),
 }
-"""All words of verdicts; the further ones are common answers, too, such as directions."""
+"""All words of verdicts where the column is known to hold some. Many are common answers, too, such as directions."""
 _MINUS_ONE = ("-1", "-1.0")
-GROUND_TRUTH = "reward_model.ground_truth"
 _LONGEST_INTEGER = 4300  # most digits of an integer that Python parses by default
 
 
@@ -95,11 +87,8 @@ def _integer(digits: str) -> int | Decimal:
 
 
 def label(row: Row) -> str:
-    """Return the expected answer: text as it is, dates and decimal numbers as written, floats without a power, the rest as JSON.
-
-    It is the column `label`, or else `reward_model.ground_truth` (verl).
-    """
-    value = next((row[name] for name in ("label", GROUND_TRUTH) if row.get(name) is not None), None)
+    """Return the expected answer: text as it is, dates and decimal numbers as written, floats without a power, the rest as JSON."""
+    value = row.get("label")
     if value is None or value != value:  # NaN, as pandas writes a missing number
         return ""
     if isinstance(value, Decimal):
@@ -156,16 +145,13 @@ def finite(value: Any, name: str) -> float:
     return number
 
 
-def thumbs_up(value: Any) -> bool:
-    """Return whether an answer got a thumbs up. Raises Unrated if it got none, and DataError for an unknown spelling."""
-    said = "_".join(spelling(value).replace("-up", " up").replace("-down", " down").split())
-    if value is None or said in ("", "none", "null"):
-        raise Unrated
-    if said not in _THUMBS:
-        raise DataError(
-            f"not a thumb: {value!r}; up or down, 1 or -1, or true or false is needed (for 1 and 0: columns = {{label = ...}})"
-        )
-    return _THUMBS[said]
+def rating(value: Any) -> float | None:
+    """Return a rating as a number, or None for a missing one (`N/A`, NaN). Raises DataError for anything else."""
+    if value is None or value != value or spelling(value) in ("", "n/a", "na", "none", "null"):  # pandas writes NaN
+        return None
+    if isinstance(value, bool):
+        raise DataError(f"not a number: a score is {value}")
+    return finite(value, "a score")
 
 
 def truth(value: Any) -> bool:
@@ -209,6 +195,8 @@ def spelling(value: Any) -> str:
 
 Turns = tuple[Message, ...]
 
+TRANSCRIPT_TURN = re.compile(r"(?:^|\n\n)(Human|Assistant):[ \t]?")
+"""Pattern of the beginning of a turn in a raw transcript."""
 _ROLES = {
     "system": "system",
     "developer": "system",
@@ -311,6 +299,18 @@ def transcript(text: Any) -> Turns:
     roles = {"Human": "user", "Assistant": "assistant"}
     spoken = zip(pieces[1::2], pieces[2::2], strict=True)
     return tuple(Message(roles[speaker], content.strip()) for speaker, content in spoken)
+
+
+def asked(prompt: str) -> Any:
+    """Return a prompt, split into turns if it is a transcript (`Human: ... Assistant:`)."""
+    if not TRANSCRIPT_TURN.match(prompt.strip()):
+        return prompt
+    pieces = TRANSCRIPT_TURN.split(prompt.strip())
+    turns = [
+        {"from": speaker.lower(), "value": text.strip()}
+        for speaker, text in zip(pieces[1::2], pieces[2::2], strict=True)
+    ]
+    return turns[:-1] if turns[-1]["from"] == "assistant" and not turns[-1]["value"] else turns
 
 
 def tools_of(value: Any) -> list[dict[str, Any]]:

@@ -43,6 +43,7 @@ from rlhf_core.types import (
     PromptsRef,
     StepsRef,
 )
+from rlhf_core.user_code.dependencies import check_functions
 from stages.planned_files import read_as_planned
 from stages.prepare_data import (
     CHATML_TEMPLATE,
@@ -70,6 +71,7 @@ def run(
     steps.begin(0, "reading rows")
     with read_as_planned(local_files(config), lambda: content_digests(config), context.files, DataError):
         tables, facts, origins, report = _rows(config.data, steps, seed=context.seed, folder=context.work)
+        check_functions(context.functions, key="prepare_data.data.sources")
         if suites:
             prompts = {name: read_prompts(context.path(ref)) for name, ref in sorted(suites.items())}
             tables, overlaps = without_prompts(tables, prompts, config.suite_ngram, origins, report)
@@ -207,8 +209,6 @@ def _metrics(tables: Tables, report: DropReport, chat: ChatTemplate) -> dict[str
     """Return rows per table, drops per reason, and mean tokens of prompts and demonstrations."""
     metrics: dict[str, float] = {f"rows/{name}": len(rows) for name, rows in tables.named().items()}
     metrics["dropped/all"] = len(report.drops)
-    if report.tied_pairs:
-        metrics["ties/pairs"] = report.tied_pairs.total()
     metrics |= {f"dropped/{reason.replace(' ', '_')}": count for reason, count in report.counts().items()}
     metrics |= {f"masked/{kind}": count for kind, count in report.masked.items()}
     prompts = [len(chat.prompt_ids(row.messages)) for row in tables.prompts[:1000]]

@@ -1,6 +1,4 @@
 import json
-import re
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -33,18 +31,14 @@ def test_a_file_is_described_without_a_profile(questions, capsys):
     assert source["dropped"][0]["first"] == [{"file": str(questions), "line": 21}]
 
 
-def test_unknown_columns_get_the_line_to_paste(tmp_path, capsys):
-    (tmp_path / "own.csv").write_text("ask,reply\n2+2?,4\n")
-    (tmp_path / "signs.csv").write_text("prompt é 😀,completion\n\x1b[31mred?,4\n", encoding="utf-8")
-    assert main(["data", str(tmp_path / "signs.csv")]) == 0
-    out = capsys.readouterr().out
-    assert tomllib.loads(re.search(r"columns = .*", out)[0])["columns"]["prompt"] == "prompt é 😀"
-    assert "\x1b" not in out and "[31mred?" in out
-    (tmp_path / "other.csv").write_text("a,b,c\n1,2,3\n")
-    assert main(["data", str(tmp_path / "own.csv")]) == 0
-    assert '    columns = {prompt = "ask", completion = "reply"}\n' in capsys.readouterr().out
+def test_unknown_columns_get_the_function_to_paste(tmp_path, capsys):
+    (tmp_path / "own.csv").write_text("ask,\x1b[31mreply\n2+2?,4\n")
+    (tmp_path / "other.csv").write_text("question,answer\n1,2\n")
+    assert main(["data", str(tmp_path / "other.csv")]) == 0
     assert main(["data", str(tmp_path / "own.csv"), str(tmp_path / "other.csv")]) == 2
-    assert "malformed: unknown columns" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "malformed: unknown columns" in out and "\x1b" not in out
+    assert 'def to_row(row):\n    return {"prompt": row["ask"], "completion": row["ANSWER"]}' in out
 
 
 def test_the_sources_of_a_profile_are_described_with_their_tables(questions, tmp_path, capsys):
@@ -91,10 +85,7 @@ def test_answers_that_are_judged_alone_are_no_pairs(tmp_path, capsys):
 
 
 def test_more_malformed_rows_than_a_run_takes_are_pointed_out(tmp_path, capsys):
-    rows = [
-        {"prompt": "q", "completions": ["a", "b"], "ranks": [1, 2]},
-        {"prompt": "r", "completions": ["a", "b"], "ranks": [1]},
-    ]
+    rows = [{"prompt": "q", "chosen": "a", "rejected": "b"}, {"prompt": "r", "chosen": "a", "rejected": "a"}]
     stop = "prepare_data would stop: 1 of 2 rows are malformed, and data.max_bad_fraction is 0.05"
     assert stop in lines_of(tmp_path, capsys, *rows, status=2)
     assert stop not in lines_of(tmp_path, capsys, rows[0])

@@ -8,6 +8,7 @@ from pipelines.flows.profile import PipelineConfig, load_profile
 from rlhf_contrib.openrlhf.flags import COMMANDS, FLAGS
 from rlhf_contrib.openrlhf.shell import read_commands
 from rlhf_contrib.openrlhf.translate import Translation, translate
+from rlhf_core.config.data import Columns
 from rlhf_core.config.policy import DynamicSampling, KLInReward
 from rlhf_core.errors import ConfigError
 from rlhf_core.runtime.placement import layout
@@ -534,8 +535,4 @@ def test_kto_is_a_loss_of_dpo_on_judged_answers(tmp_path):
     }
     [source] = config.prepare_data.data.sources
     assert source.format == "unpaired_preference"
-    assert source.columns.model_dump(exclude_defaults=True) == {
-        "prompt": "instruction",
-        "completion": "response",
-        "label": "score",
-    }
+    assert source.columns == Columns(prompt="instruction", completion="response", label="score")

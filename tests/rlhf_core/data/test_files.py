@@ -211,57 +211,6 @@ def test_an_answer_that_nobody_judged_is_no_feedback(tmp_path):
     assert not any(tables.named().values()) and report.counts() == {"no pair of answers": 2}
 
 
-def comparisons(said: list[Any]) -> list[dict[str, Any]]:
-    return [
-        {"prompt": f"p {n}", "response1": f"one {n}", "response2": f"two {n}", "preference": one}
-        for n, one in enumerate(said)
-    ]
-
-
-def test_what_a_number_prefers_is_decided_over_the_whole_source(tmp_path):
-    def chosen(tables: Tables) -> set[str]:
-        return {row.chosen[0].content for row in both(tables, "preferences")}
-
-    tables, _, report = tables_of(sources=[source(tmp_path, comparisons([1, 1, 1, 2, "tie", 1]), "preferences")])
-    assert chosen(tables) == {"one 0", "one 1", "one 2", "two 3", "one 5"}
-    assert [(drop.origin.line, drop.kind) for drop in report.drops] == [(5, "tie")]
-    ambiguous = source(tmp_path, comparisons([1, 0, 1]), "preferences", name="c")
-    with pytest.raises(DataError, match=r"data\.sources\[c\]\.preference_coding = 'auto'.*more than one way"):
-        tables_of(sources=[ambiguous])
-    tables, _, _ = tables_of(sources=[ambiguous | {"preference_coding": "first_is_one"}])
-    assert chosen(tables) == {"one 0", "two 1", "one 2"}
-
-
-def test_a_ranking_gives_its_pairs_to_preferences_and_its_best_answer_to_demonstrations(tmp_path):
-    rows = [
-        {"prompt": f"p {n}", "answers": [{"answer": f"{place}", "rank": place} for place in (3, 1, 2)]}
-        for n in range(40)
-    ]
-    one = source(tmp_path, rows, "preferences", ranking_pairs="all")
-    tables, _, report = tables_of(sources=[one | {"use": {"preferences": 0.5, "demonstrations": 0.5}}])
-    pairs, shown = both(tables, "preferences"), both(tables, "demonstrations")
-    assert len(pairs) / 3 + len(shown) == 40
-    assert {(row.chosen[0].content, row.rejected[0].content) for row in pairs} == {("1", "2"), ("1", "3"), ("2", "3")}
-    assert {row.messages[-1].content for row in shown} == {"1"}
-    assert report.drops == []
-
-
-def test_rewarded_answers_become_the_best_against_the_worst_of_each_prompt(tmp_path):
-    rewards = [(0, 0.5), (0, 2.0), (0, -1.0), (1, 1.0), (1, 1.0), (2, 3.0)]
-    rows = [{"input": f"p {n}", "output": f"worth {r}, {i}", "reward": r} for i, (n, r) in enumerate(rewards)]
-    tables, _, report = tables_of(sources=[source(tmp_path, rows, "preferences", name="r")])
-    (pair,) = both(tables, "preferences")
-    assert (pair.chosen[0].content, pair.rejected[0].content, pair.margin) == ("worth 2.0, 1", "worth -1.0, 2", 3.0)
-    assert report.unused == {"r": 1}
-    dropped = [(drop.origin.line, drop.kind) for drop in report.drops]
-    assert dropped == [(line, "no better answer") for line in (4, 5, 6)]
-    tables, _, _ = tables_of(sources=[source(tmp_path, rows, "demonstrations")])
-    (shown,) = both(tables, "demonstrations")
-    assert shown.messages[-1].content == "worth 2.0, 1"
-    tables, _, _ = tables_of(sources=[source(tmp_path, rows, "prompts")])
-    assert sorted(row.messages[0].content for row in tables.prompts) == ["p 0", "p 1", "p 2"]
-
-
 def test_answers_beside_a_bare_prompt_are_refused_wherever_they_are(tmp_path):
     rows: list[Any] = [{"prompt": f"p {n}", "response": None} for n in range(30)] + [{"prompt": "q", "response": "a"}]
     one = source(tmp_path, rows, "prompts")
@@ -275,7 +224,8 @@ def test_answers_beside_a_bare_prompt_are_refused_wherever_they_are(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "reason"),
     [
-        ([{"prompt": "p", "completion": "c"}, {"prompt": "q", "completion": "c", "reward": -1}], "mixed formats: .*'scored'"),
+        ([{"prompt": "p", "completion": "c"}, {"prompt": "q", "completion": "c", "reward": -1}], "an answer with a thumb or a reward"),
+        ([{"prompt": "p", "completion": "c"}, {"prompt": "q", "completion": "c", "thumbs": "down"}], "an answer with a thumb or a reward"),
         ([{"question": "p", "answer": "c"}, {"prompt": "q", "chosen": "c", "rejected": "d"}], "mixed formats: .*'preference'"),
         ([{"prompt": "p", "completion": "c"}, {"prompt": "q", "completion": "c", "input": "i"}], "a part of the prompt: .'input'"),
         ([{"prompt": f"{n}?", "completion": "c", "label": label} for n, label in enumerate(("4", "5", False))], "mixed labels: False"),
@@ -291,29 +241,10 @@ def test_a_row_with_more_than_the_format_of_the_first_reads_is_refused(tmp_path,
         tables_of(sources=[one])
 
 
-RESULT = {"from_name": "c", "type": "choices", "to_name": "x", "value": {"choices": ["response1"]}}
-DATA = {"prompt": "\n\nHuman: p\n\nAssistant:", "response1": "a", "response2": "b", "system": "Add.", "note": ""}
-
-
-@pytest.mark.parametrize(
-    ("rows", "table", "unread"),
-    [
-        (
-            [{"prompt": f"p {n}", "completion": "c", "score": n, "note": "x" if n % 2 else None} for n in range(10)],
-            "demonstrations",
-            {"score": 10, "note": 5},
-        ),
-        (
-            [{"data": DATA | {"response1": f"a {n}"}, "annotations": [{"result": [RESULT]}]} for n in range(3)],
-            "preferences",
-            {"data.system": 3},
-        ),
-    ],
-    ids=["columns", "fields of an export"],
-)
-def test_what_is_not_read_is_counted(tmp_path, rows, table, unread):
-    report = tables_of(sources=[source(tmp_path, rows, table)])[2]
-    assert report.to_json()["not_read"] == {"s": unread}
+def test_what_is_not_read_is_counted(tmp_path):
+    rows = [{"prompt": f"p {n}", "completion": "c", "score": n, "note": "x" if n % 2 else None} for n in range(10)]
+    report = tables_of(sources=[source(tmp_path, rows, "demonstrations")])[2]
+    assert report.to_json()["not_read"] == {"s": {"score": 10, "note": 5}}
 
 
 def test_bad_conversations_are_not_imitated(tmp_path):
@@ -428,31 +359,33 @@ def test_rows_that_cannot_be_read_are_counted_and_the_others_stay(tmp_path):
 
 
 def test_a_reason_is_not_as_long_as_the_row(tmp_path):
-    rows = [{"prompt": "x", "completion": "y", "reward": "z" * 10_000}, {"prompt": "x", "completion": "y", "reward": 1}]
-    one = source(tmp_path, rows, "demonstrations", name="p")
-    *_, report = tables_of(sources=[one], max_bad_fraction=0.5)
-    assert report.drops[0].reason.startswith("malformed: not a number: reward is 'zzz")
+    rows = [{"prompt": "x", "completion": "y", "label": label} for label in ("z" * 10_000, True, False)]
+    *_, report = tables_of(sources=[source(tmp_path, rows, "demonstrations", name="p")], max_bad_fraction=0.5)
+    assert report.drops[0].reason.startswith("malformed: not true or false: label is 'zzz")
     assert len(report.drops[0].reason) < 600
 
 
-def test_ratings_become_pairs_with_margins_and_pseudonyms_and_ties_are_counted(tmp_path):
-    def rated(number: int, *scores: float) -> dict[str, Any]:
-        answers = [{"response": f"answer {place}", "overall_score": score} for place, score in enumerate(scores)]
-        return {"instruction": f"question {number}", "completions": answers, "annotator": "jo@example.com"}
-
-    rows = [*(rated(number, 1, 4, 4) for number in range(10)), rated(10, 2, 2)]
-    one = source(tmp_path, rows, "preferences", name="u")
-    tables, _, report = tables_of(sources=[one | {"ranking_pairs": "all"}])
+def test_pairs_of_equal_scores_are_ties_and_annotators_are_pseudonyms(tmp_path):
+    rows = [
+        {
+            "prompt": f"p {n}",
+            "chosen": "a",
+            "rejected": "b",
+            "score_chosen": 4,
+            "score_rejected": n % 2 * 4,
+            "annotator": "jo",
+        }
+        for n in range(10)
+    ]
+    tables, _, report = tables_of(sources=[source(tmp_path, rows, "preferences", name="u")])
     pairs = both(tables, "preferences")
-    assert len(pairs) == 20 and {pair.margin for pair in pairs} == {3.0}
+    assert len(pairs) == 5 and {pair.margin for pair in pairs} == {4.0} and report.counts() == {"tie": 5}
     assert len({pair.annotator for pair in pairs}) == 1 and pairs[0].annotator.startswith("annotator-")
-    assert report.counts() == {"tie": 1}
-    assert report.to_json()["tied_pairs"] == {"u": 10}
 
 
 def test_a_pair_of_answers_that_two_people_judged_has_no_annotator(tmp_path):
     def thumbs(number: int, way: str, who: int) -> dict[str, Any]:
-        return {"prompt": f"q {number}", "completion": f"{way} {number}", "thumbs": way, "annotator": who}
+        return kto(f"q {number}", f"{way} {number}", way == "up") | {"annotator": who}
 
     rows = [thumbs(number, way, 1) for number in range(4) for way in ("up", "down")]
     rows += [thumbs(9, "up", 1), thumbs(9, "down", 2), thumbs(10, "up", 3)]
@@ -475,32 +408,6 @@ def test_most_rows_decide_on_the_format_wherever_an_odd_one_is(tmp_path, odd, pl
     rows.insert(place, odd)
     tables, _, report = tables_of(sources=[source(tmp_path, rows, "demonstrations")])
     assert len(both(tables, "demonstrations")) == 59 and [drop.origin.line for drop in report.drops] == [place + 1]
-
-
-@pytest.mark.parametrize(
-    ("column", "parts"),
-    [
-        *(
-            (name, ["question", name])
-            for name in ("choices", "Options", "option A", "A.", "b", "opa", "endings", "hypothesis", "starter_code")
-        ),
-        *(
-            (name, [name, "question"])
-            for name in ("passage", "document_text", "context", "ctx", "facts", "supporting_paragraphs", "tables")
-        ),
-    ],
-)
-def test_a_column_that_belongs_to_the_question_is_not_left_out(tmp_path, column, parts):
-    rows = [{"question": f"Which is {number}?", column: [f"{number}"], "answer": "B"} for number in range(9)]
-    with pytest.raises(DataError, match="would be left out in silence") as error:
-        tables_of(sources=[source(tmp_path, rows, "prompts")])
-    assert f'row["prompt"] = "\\n\\n".join(str(row[name]) for name in {parts})' in str(error.value)
-    for row in rows:
-        row["prompt"] = "\n\n".join(str(row[name]) for name in parts)
-        row.pop(column), row.pop("question")
-        row["label"] = row.pop("answer")
-    tables, _, _ = tables_of(sources=[source(tmp_path, rows, "prompts")])
-    assert {row.label for row in tables.prompts} == {"B"} and "['3']" in str(tables.prompts)
 
 
 def test_a_key_of_a_turn_with_documents_is_not_left_out(tmp_path):

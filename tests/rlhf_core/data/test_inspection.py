@@ -2,12 +2,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from rlhf_core.config.data import Source, Use
-from rlhf_core.data.inspection import SourceReport, guess_columns, inspect
-
-QA = {"question": "2+2?", "answer": "It is 4.\n#### 4"}
+from rlhf_core.data.inspection import SourceReport, inspect
 
 
 def report(folder: Path, rows: list[dict[str, Any]], **options: Any) -> SourceReport:
@@ -45,11 +41,6 @@ def test_columns_that_only_dropped_rows_have_are_not_read(tmp_path):
     assert found.columns_not_read == {"margin": 1, "messages": 1}
 
 
-def test_columns_are_guessed_from_the_rows_that_hold_something(tmp_path):
-    rows = [{"promt": "", "reply": ""}, {"promt": "A text"}, *({"promt": f"{n}?", "reply": "4"} for n in range(3))]
-    assert report(tmp_path, rows).guessed == {"prompt": "promt", "completion": "reply"}
-
-
 def test_a_demonstration_is_shown_with_every_answer_trained(tmp_path):
     turns = [("user", "2+2?"), ("assistant", "4"), ("user", "sure?"), ("assistant", "y" * 401)]
     found = report(tmp_path, [{"messages": [{"role": role, "content": said} for role, said in turns]}])
@@ -81,41 +72,6 @@ def test_tools_calls_and_their_results_are_shown(tmp_path):
         "tool: noon",
         "assistant: 【4】",
     ]
-
-
-@pytest.mark.parametrize(
-    ("row", "columns", "format_name"),
-    [
-        ({"Question ": "2+2?", "reply": "4"}, {"prompt": "Question ", "completion": "reply"}, "prompt_completion"),
-        ({"promt": "2+2?", "completion": "4"}, {"prompt": "promt"}, "prompt_completion"),
-        (
-            {"query": "2+2?", "better": "4", "worse": "5"},
-            {"prompt": "query", "chosen": "better", "rejected": "worse"},
-            "preference",
-        ),
-        ({"item": {"question": "2+2?", "answer": "4"}}, {"prompt": "item.question", "completion": "item.answer"}, ""),
-        ({"dialogue": [{"role": "user", "content": "Hi"}]}, {"messages": "dialogue"}, "messages"),
-        ({"a": "2+2?", "b": "4"}, {"prompt": "a", "completion": "b"}, "prompt_completion"),
-        (
-            {"question": "2+2?", "candidates": ["4", "5"], "score": [1, 0]},
-            {"prompt": "question", "completions": "candidates", "scores": "score"},
-            "ratings",
-        ),
-    ],
-)
-def test_columns_of_other_names_are_guessed_and_the_rows_read_with_them(row, columns, format_name, tmp_path):
-    found = report(tmp_path, [row])
-    assert (found.guessed, found.format, found.usable) == (columns, format_name or "prompt_completion", 1)
-
-
-def test_nothing_is_guessed_for_rows_that_can_be_read_or_whose_names_mean_nothing(tmp_path):
-    assert report(tmp_path, [QA]).guessed == {}
-    found = report(tmp_path, [{"a": "x", "b": "y", "c": "z"}])
-    assert (found.guessed, found.usable, found.format, found.columns_read) == ({}, 0, "", ())
-    assert guess_columns({}) == {}
-    found = report(tmp_path, [{"prompt": "2+2?", "responses": ["4", "5"], "rankings": [1, 2]}])
-    assert (found.guessed, found.usable) == ({}, 0)
-    assert "set columns = {ranks = 'rankings'} or {scores = 'rankings'}" in str(found.dropped[0])
 
 
 def test_a_source_that_cannot_be_read_has_the_error(tmp_path):

@@ -282,10 +282,10 @@ def test_quotes_that_are_out_of_place_swallow_no_rows_in_silence(tmp_path):
         ({}, "label", '["42"]', '["42"]'),
         ({}, "response_a", "[]", "[]"),
         ({"completion": "solution"}, "solution", "[1]", "[1]"),
-        ({"completions": "answer"}, "answer", '["a", "b"]', ["a", "b"]),
+        ({}, "completions", '["a", "b"]', ["a", "b"]),
         ({}, "messages", '[{"role": "user", "content": "a"}]', [{"role": "user", "content": "a"}]),
         ({}, "prompt", '[{"from": "human", "value": "a"}]', [{"from": "human", "value": "a"}]),
-        ({}, "ratings", "[1, 2]", [1, 2]),
+        ({}, "ratings", "[1, 2]", "[1, 2]"),
     ],
 )
 @pytest.mark.parametrize("kind", ["csv", "tsv"])

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rlhf_core.data.formats import convert_all
+from rlhf_core.data.formats import convert
 from rlhf_core.data.turns import calls_tools, tools_of, turns_of
 from rlhf_core.errors import DataError
 from rlhf_core.types import Message
@@ -123,9 +123,7 @@ def test_turns_as_python_shows_them_are_refused():
 
 def test_the_tools_of_a_row_stand_in_the_first_turn():
     turns = [{"role": "user", "content": "2+3?"}, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
-    (content,) = convert_all(
-        {"messages": turns, "tools": json.dumps([ADD])}, "messages", coding="auto", ranking_pairs="max_min"
-    )
+    content = convert({"messages": turns, "tools": json.dumps([ADD])}, "messages")
     assert json.loads(content.prompt[0].tool_fields) == {"tools": [{"type": "function", "function": ADD}]}
     assert content.chosen == (Message("assistant", "", FIELDS),)
     with pytest.raises(DataError, match="tools: each needs a name"):
