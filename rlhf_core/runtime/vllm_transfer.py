@@ -1,4 +1,4 @@
-"""Open the trainer's side of vLLM's weight transfer. Imports vLLM, so only a rank that sends to GPUs imports this."""
+"""Open the trainer's side of vLLM's weight transfer. Imports vLLM, so only ranks that send to GPUs import this."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -36,11 +36,11 @@ class StagedSource(WeightSource):
             yield name, tensor.to(self._device)
 
 
-def init_info(transfer: Transfer, *, world: int, host: str, buffer_bytes: int) -> Any:
+def init_info(transfer: Transfer, *, rank: int, world: int, host: str, buffer_bytes: int) -> Any:
     """Return the initial settings of vLLM's trainer side. With NCCL, chunks grow as needed, without `buffer_bytes`."""
     if transfer == "ipc":
-        return IPCTrainerInitInfo(packed=True, rank=0, packed_buffer_size_bytes=buffer_bytes)
-    return NCCLTrainerInitInfo(master_address=host, master_port=free_port(), world_size=world, packed=True, rank=0)
+        return IPCTrainerInitInfo(packed=True, rank=rank, packed_buffer_size_bytes=buffer_bytes)
+    return NCCLTrainerInitInfo(master_address=host, master_port=free_port(), world_size=world, packed=True, rank=rank)
 
 
 def open_transfer(info: Any, *, client: Any, source: StagedSource) -> Any:

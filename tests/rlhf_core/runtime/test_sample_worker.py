@@ -3,6 +3,7 @@
 import os
 import sys
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +11,11 @@ import torch
 from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.config.runtime import HFSamplerConfig, VllmSamplerConfig
 from rlhf_core.errors import ConfigError, SamplingError
+from rlhf_core.interfaces import Weights
+from rlhf_core.runtime import sample_worker
 from rlhf_core.runtime.packed_completions import pack_request, unpack
 from rlhf_core.runtime.sample_worker import LOW, SampleWorker, at_low_priority
+from rlhf_core.runtime.weight_sync import StoredWeights
 from rlhf_core.types import SamplingRequest
 
 
@@ -53,6 +57,49 @@ def test_a_sampler_that_cannot_sleep_is_named_where_its_configuration_says_it_sl
         SamplingError, match=r"HFSampler'?: .*sleeps or takes weights on a GPU; give the class the methods"
     ):
         worker.sleep()
+
+
+class Sleeper:
+    """A sampler that sleeps, and refuses the weights of version 3."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            self.calls.append(" ".join([name, *(key for key, value in options.items() if value is False)]))
+            if options.get("version") == 3:
+                raise SamplingError("weights", 3, "broken", "none")
+            return [] if name == "generate" else {}
+
+        return call
+
+
+def test_an_engine_without_weights_samples_after_a_load_a_transfer_or_a_lease_and_never_before(policies, monkeypatch):
+    worker, engine = SampleWorker(HFSamplerConfig(), threads=1), Sleeper()
+    monkeypatch.setattr(sample_worker, "reopen_sampler", lambda *_, **__: engine)
+    monkeypatch.setattr(worker, "_on_device", lambda: engine)
+    monkeypatch.setattr(sample_worker.ray, "get", lambda refs: refs)
+    sent = Weights(StoredWeights(()), "digest")
+    worker.open(policies[0], "")
+    for refill in (lambda: worker.load_weights(sent, 2), lambda: worker.adopt(2), lambda: worker.open(policies[0], "")):
+        worker.sleep(True)
+        worker.wake(True)
+        worker.generate([], SamplingConfig())
+        worker.sleep(False)
+        worker.wake(False)
+        worker.wake(True)
+        with pytest.raises(SamplingError, match="broken"):
+            worker.load_weights(sent, 3)
+        worker.sleep(True)  # keeps what is no policy
+        worker.wake(True)
+        calls = len(engine.calls)
+        for sample in (worker.generate, worker.advance):
+            with pytest.raises(SamplingError, match="dropped its weights while a model trained.*call load_weights"):
+                sample([], SamplingConfig())
+        assert len(engine.calls) == calls
+        refill()
+        worker.generate([], SamplingConfig())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="priorities per thread are Linux's")
