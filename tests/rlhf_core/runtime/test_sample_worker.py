@@ -95,7 +95,7 @@ def test_an_engine_without_weights_samples_after_a_load_a_transfer_or_a_lease_an
         worker.wake(True)
         calls = len(engine.calls)
         for sample in (worker.generate, worker.advance):
-            with pytest.raises(SamplingError, match="dropped its weights while a model trained.*call load_weights"):
+            with pytest.raises(SamplingError, match=r"dropped its weights while a model trained.*call load_weights"):
                 sample([], SamplingConfig())
         assert len(engine.calls) == calls
         refill()

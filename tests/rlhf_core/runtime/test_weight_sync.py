@@ -33,7 +33,7 @@ EMBEDDING = (152_064, 3584)
         (["a:0", "a:1"], [["a:1"]], "nccl"),  # only rank 0 sends, and it is alone on its GPU
         (["a:0"], [["a:0"], ["a:1"]], ""),  # neither reaches both engines
         (["a:0"], [["a:0", "a:1"]], ""),  # half of a tensor-parallel engine shares the sender's GPU
-        (["a:0", "a:1"], [["a:0"]], ""),  # several ranks beside a shared GPU
+        (["a:0", "a:1", "b:0"], [["a:1", "a:0"], ["b:0"]], "ipc"),  # each rank sends to its own GPU
     ],
 )
 def test_the_placement_chooses_the_transfer(train, engines, transfer):
@@ -46,23 +46,19 @@ def packed_by_vllm(monkeypatch) -> Any:
     pytest.importorskip("vllm", reason="vLLM is not installed")
     from vllm.distributed.weight_transfer import packed_tensor
 
-    def pack(tensors: dict[str, torch.Tensor], buffer_bytes: int) -> Iterator[tuple[Any, torch.Tensor]]:
-        """Yield every chunk, and the buffer that it is in."""
-        device = next(iter(tensors.values())).device
-        buffers: list[torch.Tensor] = []
+    def pack(tensors: dict[str, torch.Tensor], buffer_bytes: int) -> Iterator[Any]:
+        """Yield every chunk."""
 
-        def empty(size: int, dtype: torch.dtype, device: object, where: torch.device = device) -> torch.Tensor:
-            buffers.append(torch.empty(size, dtype=dtype, device=where))
-            return buffers[-1]
+        def empty(size: int, dtype: torch.dtype, device: object) -> torch.Tensor:
+            return torch.empty(size, dtype=dtype, device="meta")
 
         stream = SimpleNamespace(synchronize=lambda: None)
         cuda = SimpleNamespace(current_stream=lambda: stream)
         monkeypatch.setattr(packed_tensor, "torch", SimpleNamespace(empty=empty, uint8=torch.uint8, cuda=cuda))
         monkeypatch.setattr(packed_tensor, "reduce_tensor", lambda tensor: (None, ()))
-        for chunk in packed_tensor.packed_ipc_producer(
+        yield from packed_tensor.packed_ipc_producer(
             iter(tensors.items()), "gpu", lambda item: item[1], buffer_size_bytes=buffer_bytes
-        ):
-            yield chunk, buffers[0]
+        )
 
     return pack
 
@@ -75,8 +71,8 @@ def test_a_tensor_that_is_larger_than_vllms_own_buffer_gets_a_larger_one(packed_
     from rlhf_core.runtime.vllm_transfer import init_info
 
     tensors = {"embedding": meta(*EMBEDDING), "norm": meta(3584), "q": meta(3584, 3584), "head": meta(*EMBEDDING)}
-    info = init_info("ipc", world=2, host="a", buffer_bytes=ipc_buffer_bytes(tensors))
-    chunks = [chunk.names for chunk, _ in packed_by_vllm(tensors, info.packed_buffer_size_bytes)]
+    info = init_info("ipc", rank=0, world=2, host="a", buffer_bytes=ipc_buffer_bytes(tensors))
+    chunks = [chunk.names for chunk in packed_by_vllm(tensors, info.packed_buffer_size_bytes)]
     assert chunks == [["embedding"], ["norm", "q"], ["head"]]
     assert info.packed_buffer_size_bytes == 152_064 * 3584 * 2
 
@@ -88,21 +84,31 @@ def test_a_tensor_that_is_larger_than_vllms_own_buffer_gets_a_larger_one(packed_
 
 
 @pytest.mark.engine
-def test_what_is_packed_into_our_buffer_is_what_comes_out(packed_by_vllm, monkeypatch):
-    from vllm.distributed.weight_transfer.packed_tensor import unpack_tensor
-
-    monkeypatch.setattr("rlhf_core.runtime.weight_sync.IPC_BUFFER_BYTES", 1000)
-    made = torch.Generator().manual_seed(3)
-    shapes = {"a": (10, 10), "large": (30, 20), "b": (7,), "c": (11, 3)}
-    tensors = {name: torch.rand(shape, generator=made) for name, shape in shapes.items()}
-    seen: dict[str, torch.Tensor] = {}
-    for chunk, buffer in packed_by_vllm(tensors, ipc_buffer_bytes(tensors)):
-        dtypes = [getattr(torch, name) for name in chunk.dtype_names]
-        whole = buffer[: sum(chunk.tensor_sizes)]
-        for name, tensor in unpack_tensor(whole, chunk.names, chunk.shapes, dtypes, chunk.tensor_sizes):
-            seen[name] = tensor.clone()
-    assert seen.keys() == tensors.keys()
-    assert all(torch.equal(seen[name], tensor) for name, tensor in tensors.items())
+@pytest.mark.slow
+def test_each_rank_sends_to_its_own_gpu_of_an_engine_of_two(tmp_path):
+    """Of a copy, which rank 0 alone has, both send the same."""
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    program, environment = Path(__file__).parent / "ipc_transfer_program.py", os.environ | {"PYTHONPATH": str(ROOT)}
+    running = [
+        start_program("vllm", [program, rank, tmp_path], environment, tmp_path / f"of {rank}") for rank in (0, 1)
+    ]
+    said = [one.communicate(timeout=300)[1][-3000:] for one in running]
+    assert [one.returncode for one in running] == [0, 0], said
+    chunks = torch.load(tmp_path / "received.pt")
+    probes = [chunk.pop("probes") for chunk in chunks if "probes" in chunk]
+    assert [list(one) for one in probes] == [["b"]] * 2  # a vector, which engines keep as it is
+    received = [chunk for chunk in chunks if chunk]
+    # 2,400 bytes of the largest are what a buffer holds: of 400, 2400, 28 and 132
+    assert [[list(weights) for weights in chunk.values()] for chunk in received] == [
+        [["a"]] * 2,
+        [["large"]] * 2,
+        [["b", "c"]] * 2,
+    ] * 2
+    values = [
+        {gpu: {float(one.unique()) for one in weights.values()} for gpu, weights in chunk.items()} for chunk in received
+    ]
+    streamed = [{"gpu 0": own, "gpu 1": {10 + one for one in own}} for own in ({0.0}, {1.0}, {2.0, 3.0})]
+    assert values == [*streamed, *[{"gpu 0": {5.0}, "gpu 1": {5.0}}] * 3]
 
 
 def test_a_sender_says_when_a_larger_model_needs_a_new_buffer():
