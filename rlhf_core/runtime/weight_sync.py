@@ -2,8 +2,9 @@
 
 Host memory always works: rank 0 packs the full weights into Ray's object store, and engines on the same node map them
 (`weights.py`). Between GPUs, vLLM's own weight transfer (`vllm.distributed.weight_transfer`) moves them: by CUDA IPC if
-ranks and engines share GPUs, each rank to its own, else by an NCCL broadcast from rank 0. In both cases the digest of the sent weights is that of
-`Trainer.weights()`, and the engine compares the weights that it then holds with rows of those that were sent.
+ranks and engines share GPUs, each rank to its own, else by an NCCL broadcast from rank 0. In both cases the digest of
+the sent weights is that of `Trainer.weights()`, and the engine compares the weights that it then holds with rows of
+those that were sent.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

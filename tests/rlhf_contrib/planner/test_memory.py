@@ -58,21 +58,17 @@ def test_one_weight_is_whole_on_a_gpu_when_a_model_is_opened_and_handed_out():
     assert adapted == pytest.approx(max(0, 2 * (SHAPE.layer + A) - (16 * A / 64 + 2 * B)))
 
 
-def test_stacks_of_experts_with_adapters_are_computed_with_as_changed_copies():
-    stacks = tuple(Linear(f"{n}.experts.{one}", 64, 32, 4) for n in range(36) for one in ("up", "down"))
-    sparse, lora = replace(SHAPE, stacks=stacks), LoraConfig(rank=8, target_parameters=("experts.up",))
-    role, without = (Role("policy", sparse, True, 8, lora=one) for one in (lora, LoraConfig(rank=8)))
-    one = 4 * 64 * 32  # of 36 layers, each has two stacks, of which one has adapters
-    for settings, backward, expected in (
-        ({}, False, 2 * one),
-        ({}, True, 2 * 36 * one + 2 * one),  # and the gradient of one
-        ({"gradient_checkpointing": True}, True, 2 * one + 2 * one),
-    ):
-        config = TrainerConfig(zero_stage=3, dtype="bfloat16", **settings)
-        assert activations(role, config, backward=backward)["changed stacks"] == expected
-        assert "changed stacks" not in activations(without, config, backward=backward)
-        sync = [rank_memory(role, config, 8).moments["sync"] for role in (role, without)]
-        assert sum(sync[0].values()) - sum(sync[1].values()) == 2 * one + 4 * one
+@pytest.mark.parametrize(
+    ("checkpointing", "backward", "copies"),
+    [(False, False, 1), (False, True, 36 + 1), (True, True, 1 + 1)],  # of 36 layers, and the gradient of one
+)
+def test_stacks_of_experts_with_adapters_are_computed_with_as_changed_copies(checkpointing, backward, copies):
+    stacks = tuple(Linear(f"experts.{one}", 64, 32, 4) for one in ("up", "down") for _ in range(36))
+    lora, one = LoraConfig(rank=8, target_parameters=("experts.up",)), 4 * 64 * 32
+    role = Role("policy", replace(SHAPE, stacks=stacks), True, 8, lora=lora)
+    config = TrainerConfig(zero_stage=3, dtype="bfloat16", gradient_checkpointing=checkpointing)
+    assert activations(role, config, backward=backward)["changed stacks"] == 2 * one * copies
+    assert rank_memory(role, config, 8).moments["sync"]["merged stacks"] == (2 + 4) * one
 
 
 def test_activations_by_hand():

@@ -332,22 +332,6 @@ def test_workers_that_replaced_sleeping_ones_are_awake_and_are_put_to_sleep_in_t
     assert log == ["trainer rest True", "engine sleep", "new engine sleep"]
 
 
-def test_an_engine_that_may_not_sleep_never_does():
-    log: list[str] = []
-    step(*handles(log, sleeps=False))
-    assert not {"engine sleep", "engine wake"} & set(log)
-
-
-def test_weights_from_host_memory_are_taken_awake():
-    log: list[str] = []
-    trainer, sampler = handles(log, sleeps=True)
-    trainer.optim_step(learning_rate=0.1)
-    sampler.load_weights(Weights(StoredWeights(()), "digest"), version=1)
-    assert log == [
-        *("engine sleep", "trainer optim_step", "engine wake for weights", "engine load_weights", "engine wake")
-    ]
-
-
 def test_engines_that_are_gone_or_not_there_yet_are_not_put_to_sleep():
     log: list[str] = []
     gone: Any = Workers("engine", log)
