@@ -234,7 +234,7 @@ class SleepingSampler(Sampler, Protocol):
     """A sampler whose engines may sleep between the calls."""
 
     def expect_weights(self) -> None:
-        """Note that `load_weights` precedes whatever is sampled next, so that engines that sleep need not keep their weights."""
+        """Note that `load_weights` precedes the next sampling, so that engines that sleep need not keep their weights."""
 
 
 class EngineSampler(Sampler, Protocol):

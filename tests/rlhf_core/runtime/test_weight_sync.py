@@ -59,7 +59,6 @@ def test_each_rank_sends_to_its_own_gpu_of_an_engine_of_two(tmp_path):
             {name: first + number for name, number in one.items()} for one in streamed
         ]
         assert [one[of_gpu] for one in values[3:]] == [dict.fromkeys(one, 5.0) for one in streamed]
-    assert [number for number, chunk in enumerate(chunks) if "b" in chunk] == [3, 7]  # rows of the vector to check by
 
 
 def test_a_sender_says_when_a_larger_model_needs_a_new_buffer():
