@@ -20,7 +20,7 @@ from rlhf_core.runtime.connection import check_gpus, own_gpus
 from rlhf_core.runtime.file_moves import FileMoves
 from rlhf_core.runtime.ray_settings import ray
 from rlhf_core.runtime.shared_sequences import SharedSequences
-from rlhf_core.runtime.weight_sync import DeviceSender, StagedWeights, StoredWeights, described
+from rlhf_core.runtime.weight_sync import StagedWeights, StoredWeights, described
 from rlhf_core.sequences import Subset
 from rlhf_core.stage.checkpoints import wait_for_parts
 from rlhf_core.store.checkpoint_parts import Parts
@@ -29,6 +29,7 @@ from rlhf_core.store.node_folders import NodeFolder
 
 if TYPE_CHECKING:
     from rlhf_core.runtime.hosted_models import HostedModels
+    from rlhf_core.runtime.vllm_transfer import DeviceSender
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -291,6 +292,8 @@ class TrainWorker(FileMoves):
             deque(iter(staged), maxlen=0)
             return
         if self._sender is None or self._sender_engines != list(engines) or not self._sender.fits(staged):
+            from rlhf_core.runtime.vllm_transfer import DeviceSender
+
             self._sender_engines = list(engines)
             self._sender = DeviceSender(
                 transfer,

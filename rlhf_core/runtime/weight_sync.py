@@ -83,56 +83,6 @@ def from_rank_0(weights: Mapping[str, Any], device: str) -> Iterator[tuple[str, 
         yield name, made
 
 
-class DeviceSender:
-    """A rank's end of the transfer; opened at the first `send` and kept, since an NCCL group takes seconds to form.
-
-    By NCCL rank 0 sends alone (`ranks` = 1). By IPC all `ranks` of torch.distributed's group do, and rank 0 calls the engines.
-    The buffer is sized for `weights`, the first that will be sent.
-    """
-
-    def __init__(
-        self,
-        transfer: Transfer,
-        engines: Sequence[Any],
-        *,
-        tensor_parallel: int,
-        host: str,
-        weights: StagedWeights,
-        rank: int = 0,
-        ranks: int = 1,
-        device: str = "cuda",
-    ) -> None:
-        # Importing vLLM takes 15 to 40 s, which only weights that travel from GPU to GPU are worth.
-        from rlhf_core.runtime.vllm_transfer import StagedSource, init_info, open_transfer
-
-        self._client = EngineClient(engines, tensor_parallel=tensor_parallel)
-        self._device, self._rank, self._ranks = device, rank, ranks
-        self._source = StagedSource(device)
-        self._ipc = transfer == "ipc"
-        self._buffer_bytes = ipc_buffer_bytes(described(weights))
-        world = 1 + len(engines) * tensor_parallel
-        info = init_info(transfer, rank=rank, world=world, host=host, buffer_bytes=self._buffer_bytes)
-        self._engine = open_transfer(info, client=self._client, source=self._source)
-
-    def fits(self, weights: StagedWeights) -> bool:
-        """Return whether the buffer is large enough for `weights`."""
-        return not self._ipc or _largest(described(weights)) <= self._buffer_bytes
-
-    def send(self, weights: StagedWeights) -> None:
-        """Send weights to all engines, which check them, one at a time. Raises SamplingError if one differs."""
-        source = self._source
-        pairs: Iterable[tuple[str, Any]] = weights  # type: ignore[assignment]  # a stream
-        if isinstance(weights, Mapping):
-            pairs = weights.items() if self._ranks == 1 else from_rank_0(weights, self._device)
-        source.pairs, source.described = in_stream_order(pairs, self._device), described(weights)
-        try:
-            self._engine.send_weights()
-            if self._rank == 0:
-                self._client.check(source.probes)
-        finally:
-            source.pairs, source.described, source.probes = (), {}, {}
-
-
 class EngineClient:
     """vLLM's `VLLMWeightSyncClient` for several one-process engines (vLLM's own gives all the same NCCL ranks)."""
 
@@ -182,8 +132,8 @@ def ipc_buffer_bytes(tensors: Mapping[str, Any]) -> int:
     1089994752
     """
     total = sum(tensor.nbytes for tensor in tensors.values())
-    return max(_largest(tensors), min(total, IPC_BUFFER_BYTES))
+    return max(largest_bytes(tensors), min(total, IPC_BUFFER_BYTES))
 
 
-def _largest(tensors: Mapping[str, Any]) -> int:
+def largest_bytes(tensors: Mapping[str, Any]) -> int:
     return max((tensor.nbytes for tensor in tensors.values()), default=0)

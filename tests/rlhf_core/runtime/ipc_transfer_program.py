@@ -80,6 +80,8 @@ def main() -> None:
         for weights in (Stream(10.0 * rank), copy if rank == 0 else Stream.metadata):
             worker._staged = weights
             worker.send_weights(0, [engine], "ipc", 2)
+        assert worker._sender.fits({"a": torch.empty(600)})
+        assert not worker._sender.fits({"a": torch.empty(601)}), "a larger model needs a larger buffer"
     if rank == 0:
         torch.save(received, folder / "received.pt")
     torch.distributed.barrier()

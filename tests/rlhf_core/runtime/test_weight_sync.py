@@ -13,7 +13,7 @@ import torch
 from rlhf_core.config.models import InitModel
 from rlhf_core.models.initialize import initialize_llama, train_tokenizer
 from rlhf_core.models.lora import weights_digest
-from rlhf_core.runtime.weight_sync import DeviceSender, choose_transfer, in_stream_order, ipc_buffer_bytes
+from rlhf_core.runtime.weight_sync import choose_transfer, in_stream_order
 from rlhf_core.runtime.weights import buckets, pack, unpack
 from tests.support.warm_programs import ROOT, start_program
 
@@ -59,15 +59,6 @@ def test_each_rank_sends_to_its_own_gpu_of_an_engine_of_two(tmp_path):
             {name: first + number for name, number in one.items()} for one in streamed
         ]
         assert [one[of_gpu] for one in values[3:]] == [dict.fromkeys(one, 5.0) for one in streamed]
-
-
-def test_a_sender_says_when_a_larger_model_needs_a_new_buffer():
-    sender = DeviceSender.__new__(DeviceSender)
-    sender._ipc, sender._buffer_bytes = True, ipc_buffer_bytes({"a": torch.ones(8)})
-    assert sender.fits({"b": torch.ones(8), "c": torch.ones(8)})
-    assert not sender.fits({"b": torch.ones(9)})
-    sender._ipc = False  # by NCCL, chunks grow with their tensors
-    assert sender.fits({"b": torch.ones(9)})
 
 
 class Stream:
