@@ -229,6 +229,14 @@ class Sampler(Protocol):
         """
 
 
+@runtime_checkable
+class SleepingSampler(Sampler, Protocol):
+    """A sampler whose engines may sleep between the calls."""
+
+    def expect_weights(self) -> None:
+        """Note that `load_weights` precedes the next sampling, so that engines that sleep need not keep their weights."""
+
+
 class EngineSampler(Sampler, Protocol):
     """A sampler in a process of the runtime, which keeps it warm between leases.
 
@@ -259,11 +267,17 @@ class DeviceSampler(EngineSampler, Protocol):
     "start", "update" (once or more) and "finish", then `check_probes` and `adopt`.
     """
 
-    def sleep(self) -> None:
-        """Free the GPU memory of weights and KV cache. Does nothing while requests are in progress."""
+    def sleep(self, *, keep_weights: bool = True) -> None:
+        """Free the GPU memory of weights and KV cache. Does nothing while requests are in progress.
 
-    def wake(self) -> None:
-        """Restore the memory that `sleep` freed. Call it before any other method of a sleeping sampler."""
+        Without `keep_weights`, new weights are loaded before anything is sampled.
+        """
+
+    def wake(self, *, kv_cache: bool = True) -> None:
+        """Restore the memory that `sleep` freed, without `kv_cache` that of the weights alone, in which others can be loaded.
+
+        Call it before any other method of a sleeping sampler.
+        """
 
     def transfer(self, verb: TransferVerb, info: object) -> None:
         """Run one step of vLLM's weight transfer; `info` is vLLM's own message for "init" and "update"."""

@@ -94,7 +94,8 @@ def estimate(label: str, held: Sequence[Phase], step: Step | None, runtime: Runt
     memories = tuple((role, _memory(role, runtime, on)) for role in roles.values())
     sampled = next((phase.sampled for phase in held if phase.sampled), None)
     tokens = kv_tokens(sampled, runtime, on) if sampled else None
-    seconds = step_seconds(list(roles.values()), sampled, step, runtime, on) if step else {}
+    kept = any(keeps_weights(phase, runtime) for phase in held)
+    seconds = step_seconds(list(roles.values()), sampled, step, runtime, on, kept=kept) if step else {}
     return Estimate(label, tuple(loads.values()), memories, seconds, step.steps if step else 0, tokens)
 
 
@@ -195,12 +196,20 @@ def _shared(
     runtime: RuntimeConfig,
 ) -> tuple[dict[str, float], str]:
     """Return the terms of a GPU with a train worker and an engine, at the worse of training and sampling."""
-    asleep = {"engine asleep": ASLEEP} if runtime.sampler.needs().sleeps else engine
+    sleeps = runtime.sampler.needs().sleeps
+    asleep = {"engine asleep": ASLEEP} if sleeps else engine
     between = {f"{name} {term}": size for name, memory in memories.items() for term, size in memory.resident.items()}
     resting = {} if runtime.trainer.sleep else between
     training = {"context": CONTEXT} | trained | asleep
     sampling = {"context": CONTEXT} | resting | engine
-    return (training, moment) if sum(training.values()) >= sum(sampling.values()) else (sampling, "sampling")
+    # Weights are received before the KV cache is there.
+    sync = dict(memories["policy"].moments.get("sync", {}))
+    buffers = {"buffer of a sync": float(GIB)}
+    awake = {name: size for name, size in engine.items() if name != "engine KV cache" or not sleeps}
+    loading = {"context": CONTEXT} | resting | sync | buffers | awake
+    moments = {moment: training, "sampling": sampling, "handing out the policy": loading}
+    worst = max(moments, key=lambda name: sum(moments[name].values()))
+    return moments[worst], worst
 
 
 def engine_bytes(shape: ModelShape, runtime: RuntimeConfig, on: Hardware) -> dict[str, float]:
@@ -259,11 +268,12 @@ def host_bytes(
     # copied. Weights are handed out by one rank, through Ray's store.
     copied = [size * ranks[name] for name, size in used("save").items()]
     saved = max(copied, default=0.0) if runtime.trainer.offload_optimizer else sum(copied)
-    by_host = phase.samples_first and phase.sampled is not None and not by_nccl(phase, runtime, on)
+    # Of what leaves the GPU before it is sent, rank 0 has a copy.
+    by_host = phase.samples_first and (runtime.trainer.sleep or not by_gpu(runtime, on))
     sent = max(used("sync").values(), default=0.0) if by_host else 0.0
     updated = max((size * ranks[name] for name, size in used("train").items()), default=0.0)
     copies = [{"checkpoint copies": saved}, {"weights handed out": sent}, {"update": updated}]
-    if phase.sampled and runtime.sampler.needs().sleeps:
+    if phase.sampled and keeps_weights(phase, runtime):
         engine = engine_bytes(phase.sampled, runtime, on)["engine weights"]
         kept["engine weights, asleep"] = engine * min(_engine_gpus(runtime), on.per_node)
     if phase.sampled and runtime.trainer.sleep:
@@ -288,20 +298,40 @@ def _ranks_of_fullest_node(
     return {role.label: ranks[runtime.pool_of(role.name)] for role in roles}
 
 
+def keeps_weights(phase: Phase, runtime: RuntimeConfig) -> bool:
+    """True if engines that sleep move their weights to host memory: they get no others before they sample again."""
+    needs, replaced = runtime.sampler.needs(), phase.samples_first and not phase.samples_again
+    return needs.sleeps and phase.sampled is not None and (needs.adapters or not replaced)
+
+
+def by_gpu(runtime: RuntimeConfig, on: Hardware) -> bool:
+    """True if weights travel from GPUs: by NCCL to others, by IPC to engines that share those of ranks."""
+    shared = not runtime.shares_gpus or _engine_gpus(runtime) <= runtime.train_workers
+    return on.name != CPU and shared and runtime.sampler.needs().device_transfer
+
+
 def by_nccl(phase: Phase, runtime: RuntimeConfig, on: Hardware) -> bool:
     """True if the policy's weights travel by NCCL: from GPUs to others, whole."""
     sends = phase.samples_first and phase.sampled is not None
-    needs = runtime.sampler.needs()
-    return sends and on.name != CPU and not runtime.shares_gpus and needs.device_transfer
+    return sends and by_gpu(runtime, on) and not runtime.shares_gpus
 
 
 # ---------------------------------------------------------------- time
 
 
 def step_seconds(
-    roles: Sequence[Role], sampled: ModelShape | None, step: Step, runtime: RuntimeConfig, on: Hardware
+    roles: Sequence[Role],
+    sampled: ModelShape | None,
+    step: Step,
+    runtime: RuntimeConfig,
+    on: Hardware,
+    *,
+    kept: bool = False,
 ) -> dict[str, float]:
-    """Return the seconds of one step by part: sample, measure, train, sync, sleep. Pools compute at the same time."""
+    """Return the seconds of one step by part: sample, measure, train, sync, sleep. Pools compute at the same time.
+
+    Engines that sleep move weights that are `kept`.
+    """
     trainer = runtime.trainer
     seconds: dict[str, float] = {}
     if sampled is not None and step.answers:
@@ -328,7 +358,7 @@ def step_seconds(
         policy = next((role for role in roles if role.trained and role.name == "policy"), None)
         if policy is not None:
             seconds["sync"] = _sync_seconds(policy, runtime, on)
-        slept = _sleep_seconds(roles, sampled, runtime, on)
+        slept = _sleep_seconds(roles, sampled if kept else None, runtime, on)
         seconds |= {"sleep": slept} if slept else {}
     return seconds
 
@@ -349,15 +379,17 @@ def _sync_seconds(policy: Role, runtime: RuntimeConfig, on: Hardware) -> float:
     alone = runtime.sampler.needs().adapters and policy.lora is not None
     number = policy.trained_parameters if alone else policy.shape.parameters
     weights = BYTES[runtime.trainer.dtype] * number
-    by_host = on.name != CPU and (alone or (runtime.train_workers > 1 and runtime.shares_gpus))
+    by_host = on.name != CPU and (alone or not by_gpu(runtime, on))
     across = on.link if runtime.train_workers + _engine_gpus(runtime) <= on.per_node else on.card
+    if runtime.shares_gpus:  # each rank gathers them for its own GPU
+        across = on.link if runtime.train_workers <= on.per_node else on.network
     return weights / (on.pcie if by_host else across)
 
 
-def _sleep_seconds(roles: Sequence[Role], sampled: ModelShape, runtime: RuntimeConfig, on: Hardware) -> float:
-    """Seconds in which engines and train workers move to host memory, and back."""
+def _sleep_seconds(roles: Sequence[Role], sampled: ModelShape | None, runtime: RuntimeConfig, on: Hardware) -> float:
+    """Seconds in which engines of `sampled` and train workers move to host memory, and back."""
     moved = 0.0
-    if runtime.sampler.needs().sleeps:
+    if sampled is not None:
         moved += engine_bytes(sampled, runtime, on)["engine weights"]
     if runtime.trainer.sleep:
         moved += sum(_memory(role, runtime, on).total for role in roles if not runtime.pool_of(role.name))

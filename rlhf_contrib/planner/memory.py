@@ -118,9 +118,16 @@ def _plain(role: Role, config: TrainerConfig) -> RankMemory:
     if not role.trained:
         return RankMemory(resident, moments)
     resident["moments"] = 8.0 * trained
-    moments |= {"train": {"gradients": 4.0 * trained} | cast | activations(role, config), "sync": {}, "save": {}}
+    moments |= {"train": {"gradients": 4.0 * trained} | cast | activations(role, config), "save": {}}
+    moments["sync"] = merged(role, size)
     host_moments = {"sync": {"weights handed out": 4.0 * role.parameters}, "save": {"checkpoint": 12.0 * trained}}
     return RankMemory(resident, moments, host_moments=host_moments)
+
+
+def merged(role: Role, size: int) -> dict[str, float]:
+    """Return what a rank makes to hand out the adapted stacks of a layer: their new values, one of them also in float32."""
+    stacks = role.shape.adapted_stacks(role.lora)
+    return {"merged stacks": size * sum(stacks) / role.shape.layers + 4.0 * max(stacks)} if stacks else {}
 
 
 def _flat(role: Role, config: TrainerConfig, ranks: int, stage: int) -> RankMemory:
@@ -158,7 +165,7 @@ def _flat(role: Role, config: TrainerConfig, ranks: int, stage: int) -> RankMemo
         "open": {},
         "train": train,
         "measure": activations(role, config, backward=False),
-        "sync": {},
+        "sync": merged(role, size),
         "save": {},
     }
     # Offloaded states are written from where they are.
@@ -199,7 +206,8 @@ def _partitioned(role: Role, config: TrainerConfig, ranks: int, on_cpu: bool) ->
         # More gradients than a bucket holds are sent while the activations of other layers still wait.
         moments["train"] = live | sent | work if trained > BUCKET else larger(live | sent, live | work, flat)
         # One is yielded while the next is gathered; separate experts are copied out of the stack that has them.
-        moments |= {"sync": {"weights being gathered": 2.0 * size * role.shape.largest}, "save": {}}
+        gathered = {"weights being gathered": 2.0 * size * role.shape.largest}
+        moments |= {"sync": gathered | merged(role, size), "save": {}}
         host_moments["sync"] = {"weights handed out": float(size * whole)}
         # Offloaded states are written from where they are.
         host_moments["save"] = {"checkpoint": 0.0 if config.offload_optimizer else 12.0 * trained / ranks}
@@ -207,7 +215,8 @@ def _partitioned(role: Role, config: TrainerConfig, ranks: int, on_cpu: bool) ->
     # partitioned; that gathers one layer at a time. The rare models that `open_parts` refuses are loaded whole instead.
     states_then = sum(resident.values()) - size * whole / ranks
     adapters = role.shape.adapters(role.lora) if role.lora else 0
-    loaded = adapters + max(role.shape.largest, role.shape.layer if role.lora else 0)
+    changed = sum(role.shape.adapted_stacks(role.lora)) / role.shape.layers
+    loaded = adapters + max(role.shape.largest, role.shape.layer + changed if role.lora else 0)
     moments["open"] = {"weights before they are partitioned": max(0.0, size * loaded - states_then)}
     return RankMemory(resident, moments, host, host_moments)
 
@@ -229,7 +238,7 @@ def activations(role: Role, config: TrainerConfig, *, backward: bool = True) -> 
     copy of their input, its normalized value (unless only adapters are trained) and their output; queries, keys, values and
     the attention's output (twice); the four matrices of a gated MLP. Liger's norms keep their input and output alone, and
     its MLP computes the activated matrix again. Gradient checkpointing keeps the input of each layer, and makes one anew at
-    a time.
+    a time. A stack of experts with adapters is computed with as a changed copy, which has a gradient of its own.
     """
     shape, size = role.shape, 2 if config.dtype == "bfloat16" else 4
     norm = 2 * size if config.liger else 4 + (1 if role.lora else 2) * size
@@ -242,12 +251,18 @@ def activations(role: Role, config: TrainerConfig, *, backward: bool = True) -> 
     chunk = min(LOGPROB_ELEMENTS, logit_tokens * shape.vocabulary) if role.logits else 0
     # log-probabilities that are kept, their gradient and one intermediate matrix; bfloat16 has its logits, too
     logits = {"logits": float(chunk * (12 + (2 if size == 2 else 0)))} if chunk else {}
+    stacks = shape.adapted_stacks(role.lora)
+    copies, gradient = float(size * sum(stacks)), float(size * max(stacks, default=0))
+
+    def changed(number: float) -> dict[str, float]:
+        return {"changed stacks": number} | logits if stacks else logits
+
     if not backward:
-        return {"one layer": layer} | logits
+        return {"one layer": layer} | changed(copies / shape.layers)
     if not config.gradient_checkpointing:
-        return {"activations": shape.layers * layer} | logits
+        return {"activations": shape.layers * layer} | changed(copies + gradient)
     recomputed = layer + float(role.tokens * 3 * size * shape.intermediate)
-    return {"inputs of layers": shape.layers * row, "one layer": recomputed} | logits
+    return {"inputs of layers": shape.layers * row, "one layer": recomputed} | changed(copies / shape.layers + gradient)
 
 
 def human(number: float) -> str:

@@ -74,6 +74,11 @@ class ModelShape:
         active = self.active - self.hidden * self.vocabulary + self.hidden
         return replace(self, parameters=others, head=self.hidden, largest=largest, active=active)
 
+    def adapted_stacks(self, lora: LoraConfig | None) -> list[int]:
+        """Return the parameters of each stack of experts that adapters change."""
+        targets = lora.target_parameters if lora else ()
+        return [one.count * one.inputs * one.outputs for one in self.stacks if one.name.endswith(targets)]
+
     def adapters(self, lora: LoraConfig) -> int:
         """Return the parameters of the adapters: rank * (inputs + outputs) of each target, for DoRA one norm a row more."""
         total = sum(

@@ -9,7 +9,7 @@ from pipelines.execution.plan import HELD, PENDING, PlannedStage
 from rlhf_contrib.planner.memory import Role
 from rlhf_contrib.planner.sizes import ModelShape, shape_of, shape_of_init
 from rlhf_core.config.models import InitModel, PretrainedModel
-from rlhf_core.config.policy import PPOConfig
+from rlhf_core.config.policy import DynamicSampling, PPOConfig
 from rlhf_core.config.runtime import RuntimeConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.models.packages import local_folder
@@ -33,6 +33,8 @@ class Phase:
     """Shape of the model that the engines sample from."""
     samples_first: bool = False
     """Whether the engines start before the last trained model, as in policy optimization."""
+    samples_again: bool = False
+    """Whether a step samples with the same weights again, after other models have measured its answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +180,9 @@ def _policy_optimization(
         roles.append(Role("reference", _input(spec, "reference", shapes), False, tokens, vocabulary_tokens=answered))
     roles += _scorers(spec, shapes, tokens)
     roles += _teachers(spec, shapes, tokens)
-    return Phase(tuple(roles), policy, samples_first=True)
+    greedy = config.estimator is not None and config.estimator.asks_greedy
+    again = greedy or isinstance(config.ahead, DynamicSampling)
+    return Phase(tuple(roles), policy, samples_first=True, samples_again=again)
 
 
 def _distillation(

@@ -46,8 +46,8 @@ class VllmSamplerConfig(BaseSamplerConfig):
     """Whether common prefixes of prompts are computed once per version of the weights, which speeds up groups and turns
     of episodes. The cached tokens depend on earlier sampling, so a restart is no longer bitwise the same."""
     sleep: Annotated[bool, OPERATIONAL] = False
-    """Whether an engine that shares its GPU with a train worker moves its weights to host memory and frees its KV cache
-    while a model trains, and takes them back to sample."""
+    """Whether an engine that shares its GPU with a train worker frees the memory of its weights and its KV cache while a
+    model trains, and takes it back to sample."""
     lora_sync: Literal["merged", "adapter"] = added_option("merged")
     """What an engine is sent of a policy that trains adapters: all weights, with the adapters `merged`, or each `adapter` alone,
     which it adds to the products of the weights that it has. Results differ by rounding."""

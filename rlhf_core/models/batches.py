@@ -91,9 +91,7 @@ def collate(samples: Sequences | Sequence[TokenSample], *, pad_id: int, pack_to:
     sequences = samples if isinstance(samples, Sequences) else Sequences.of(samples)
     _check(sequences, pack_to)
     lengths = sequences.lengths.tolist()
-    rows = (
-        tuple((row, 0, length) for row, length in enumerate(lengths)) if not pack_to else _first_fit(lengths, pack_to)
-    )
+    rows = _first_fit(lengths, pack_to) if pack_to else tuple((row, 0, length) for row, length in enumerate(lengths))
     count = 1 + max(row for row, _, _ in rows)
     width = max(start + length for _, start, length in rows)
     # Where each of the S tokens goes in the flat batch [B * L].
@@ -259,15 +257,10 @@ def shared_rows(batch: TokenBatch, *, prefixes_of: int = 0) -> SharedRows | None
 
 def _first_fit_blocks(blocks: Sequence[Block], length: int) -> tuple[int, dict[int, int]]:
     """Return the number of rows that the blocks fill, and the flat place of each block by its first sample."""
-    used: list[int] = []
-    places: dict[int, int] = {}
-    for block in sorted(blocks, key=lambda block: -block.length):
-        shared = next((i for i, filled in enumerate(used) if filled + block.length <= length), len(used))
-        if shared == len(used):
-            used.append(0)
-        places[block.samples[0]] = shared * length + used[shared]
-        used[shared] += block.length
-    return len(used), places
+    ordered = sorted(blocks, key=lambda block: -block.length)
+    places = _first_fit([block.length for block in ordered], length)
+    flat = {block.samples[0]: row * length + start for block, (row, start, _) in zip(ordered, places, strict=True)}
+    return 1 + max(row for row, _, _ in places), flat
 
 
 def _lay(batch: TokenBatch, places: Mapping[int, int], rows: int, length: int) -> SharedRows:

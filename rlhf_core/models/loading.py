@@ -5,7 +5,7 @@ import logging
 import re
 import shutil
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from importlib import import_module
 from importlib.util import find_spec
@@ -80,8 +80,10 @@ def load_model(spec: ModelSpec, *, dtype: str, attention: str, gradient_checkpoi
     """
     folder = Path(spec.path)
     config = checked_config(spec, attention)
-    load = {"lm": _load_lm, "score": _load_score, "value": _load_value}[spec.head]
-    model: Any = load(folder, config, spec.seed, {"dtype": getattr(torch, dtype), "attn_implementation": attention})
+    options = {"dtype": getattr(torch, dtype), "attn_implementation": attention}
+    model: Any = _from_pretrained(spec.head, folder, config, options)
+    if spec.head != "lm":
+        model = with_head(model, folder, seed=spec.seed, dtype=options["dtype"])
     adapted = model if spec.head == "lm" else backbone_of(model)  # other heads begin at random, and are trained whole
     if spec.lora is not None:
         apply_lora(adapted, spec.lora, seed=spec.seed)
@@ -124,35 +126,20 @@ def check_computation(model: nn.Module, spec: ModelSpec) -> None:
 # ---------------------------------------------------------------- heads
 
 
-def _load_lm(folder: Path, config: Any, seed: int, options: dict[str, Any]) -> nn.Module:
-    return _from_pretrained(AutoModelForCausalLM, folder, config, options, allowed_missing=())
-
-
-def _load_score(folder: Path, config: Any, seed: int, options: dict[str, Any]) -> nn.Module:
-    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
-        return _load_value(folder, config, seed, options)
+def model_class(head: str, config: Any, folder: Path) -> tuple[Any, set[str]]:
+    """Return the class of transformers that a model with this head has, and the weights that its files may lack."""
+    if head == "lm":
+        return AutoModelForCausalLM, set()
+    if head == "value" or type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        return AutoModel, set()
     config.num_labels = 1
-    set_padding(config, folder)
-    model = _from_pretrained(
-        AutoModelForSequenceClassification, folder, config, options, allowed_missing=("score.weight",)
-    )
-    return with_head(model, folder, seed=seed, dtype=options["dtype"])
-
-
-def set_padding(config: Any, folder: Path) -> None:
-    """Give a configuration without a padding token that of the tokenizer: classifiers of transformers need one."""
-    if padding_id(config) is None:
+    if padding_id(config) is None:  # classifiers of transformers need one
         config.get_text_config().pad_token_id = load_tokenizer(folder).pad_token_id
+    return AutoModelForSequenceClassification, {"score.weight"}
 
 
-def _load_value(folder: Path, config: Any, seed: int, options: dict[str, Any]) -> nn.Module:
-    backbone = _from_pretrained(AutoModel, folder, config, options, allowed_missing=())
-    return with_head(backbone, folder, seed=seed, dtype=options["dtype"])
-
-
-def _from_pretrained(
-    auto: Any, folder: Path, config: Any, options: dict[str, Any], allowed_missing: tuple[str, ...]
-) -> nn.Module:
+def _from_pretrained(head: str, folder: Path, config: Any, options: dict[str, Any]) -> nn.Module:
+    auto, allowed_missing = model_class(head, config, folder)
     # transformers draws missing weights from the global generator, which must not advance. The caller sets the weights.
     with torch.random.fork_rng(devices=[]):
         try:
@@ -198,7 +185,7 @@ def renamed_weights(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tens
     return {name: one for name, one in made.state_dict().items() if name not in loading["missing_keys"]} | kept
 
 
-def check_weights(loading: dict[str, Any], path: str, *, allowed_missing: tuple[str, ...] = ()) -> None:
+def check_weights(loading: dict[str, Any], path: str, *, allowed_missing: Collection[str] = ()) -> None:
     """Raise ConfigError where transformers has drawn weights at random: for missing ones, and those of another shape."""
     missing = sorted(set(loading["missing_keys"]) - set(allowed_missing))
     other = sorted(name for name, *_ in loading["mismatched_keys"])

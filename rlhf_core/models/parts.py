@@ -13,18 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from transformers import (
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    GenerationConfig,
-)
+from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.initialization import no_init_weights
 
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.models.forward import with_head
-from rlhf_core.models.loading import checked_config, set_padding, without_dropout
+from rlhf_core.models.loading import checked_config, model_class, without_dropout
 from rlhf_core.models.lora import WeightStream
 from rlhf_core.models.parameter_sources import OpenFiles, ParameterSource, find_sources
 
@@ -48,13 +42,8 @@ def open_parts(spec: ModelSpec, *, dtype: str, attention: str) -> ModelParts | N
     folder = Path(spec.path)
     config = checked_config(spec, attention)
     options = {"dtype": getattr(torch, dtype), "attn_implementation": attention}
-    classifier = spec.head == "score" and type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
-    auto: Any = AutoModelForCausalLM if spec.head == "lm" else AutoModel
-    if classifier:
-        auto = AutoModelForSequenceClassification
-        config.num_labels = 1
-        set_padding(config, folder)
-    model, sources = _on_meta(auto, config, folder, options, drawn={"score.weight"} if classifier else set())
+    auto, drawn = model_class(spec.head, config, folder)
+    model, sources = _on_meta(auto, config, folder, options, drawn=drawn)
     if sources is None:
         reason = "its files do not have all weights of a %s, or transformers does more than stack and concatenate them"
         logger.info(f"%s is loaded whole by every rank: {reason}", spec.path, type(model).__name__)

@@ -37,7 +37,7 @@ from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.mixing import apportioned, mixed_rows, rows_from, shuffled
 from rlhf_core.data.shards import POOL, Drawn, Pool, RolloutLog, read_drawn, read_pool, write_drawn, write_pool
 from rlhf_core.errors import DataError, SamplingError
-from rlhf_core.interfaces import Metrics, Sampler, Weights
+from rlhf_core.interfaces import Metrics, Sampler, SleepingSampler, Weights
 from rlhf_core.rollouts.prompts import BandOrder
 from rlhf_core.stage.context import StageContext
 from rlhf_core.types import (
@@ -81,14 +81,24 @@ class StepSampler(Protocol):
         """Continue at `step` from the state of `save`."""
 
 
+def expect_weights(engine: Sampler) -> None:
+    """Note that the engine gets weights before it samples again."""
+    if isinstance(engine, SleepingSampler):
+        engine.expect_weights()
+
+
 class OnPolicySampler:
     """A `StepSampler` that samples each step on request, with the weights that were loaded last.
 
-    A step that the same policy (by digest) sampled and the log has, since a run was killed, is taken from the log.
+    A step that the same policy (by digest) sampled and the log has, since a run was killed, is taken from the log. With
+    `once`, each weights sample one step, and nothing but `generate` samples that step.
     """
 
-    def __init__(self, engine: Sampler, log: RolloutLog, draw: DrawAnswers, *, band: BandOrder | None = None) -> None:
+    def __init__(
+        self, engine: Sampler, log: RolloutLog, draw: DrawAnswers, *, band: BandOrder | None = None, once: bool = False
+    ) -> None:
         self._engine = engine
+        self._once = once
         self._band = band
         self._log = log
         self._draw = draw
@@ -115,12 +125,20 @@ class OnPolicySampler:
             note_drawn(self._band, step, generations)
         else:
             generations, self._pool = self._draw(step, self._pool)
+        if self._once:
+            self.expect_weights()
         return Drawn(self._policy, generations, self._pool)
 
     def borrow(self, weights: Callable[[], Weights], *, version: int, job: Callable[[], T]) -> T:
         """Send `weights()` to the engine and return the result of `job`."""
         self._engine.load_weights(weights(), version=version)
-        return job()
+        result = job()
+        self.expect_weights()
+        return result
+
+    def expect_weights(self) -> None:
+        """Note that other weights are loaded before more is sampled: engines need not keep theirs while models train."""
+        expect_weights(self._engine)
 
     def save(self, folder: Path) -> None:
         """Write the pool of unfinished answers."""
@@ -418,7 +436,7 @@ class AheadSampler:
     """
 
     def __init__(
-        self, inner: StepSampler, *, staleness: int, steps: int, group_size: int, band: BandOrder | None = None
+        self, inner: OnPolicySampler, *, staleness: int, steps: int, group_size: int, band: BandOrder | None = None
     ) -> None:
         self._inner = inner
         self._band = band
@@ -453,6 +471,7 @@ class AheadSampler:
         for step in range(self._requested, end):
             self._drawn[step] = self._jobs.submit(partial(self._inner.generate, step))
         self._requested = end
+        self._jobs.submit(self._inner.expect_weights)
 
     def generate(self, step: int) -> Drawn:
         """Wait for the answers of `step`; raise whatever went wrong while sampling ahead."""

@@ -29,6 +29,7 @@ from rlhf_core.rollouts.answers import (
     StepSampler,
     WholeAnswers,
     episode_metrics,
+    expect_weights,
 )
 from rlhf_core.rollouts.prompts import BandOrder
 from rlhf_core.stage.failures import Counts
@@ -261,6 +262,7 @@ def with_greedy_rewards(
     """
     asked = list(dict.fromkeys(one.prompt_ids for one in rollouts))
     made = engine.generate([SamplingRequest(ids, 0) for ids in asked], sampling.model_copy(update={"temperature": 0.0}))
+    expect_weights(engine)
     answers = dict(zip(asked, made, strict=True))
     prompts = {(one.prompt.id, one.prompt_ids): one.prompt for one in rollouts}
     comparable = scorer.comparable()
@@ -322,7 +324,9 @@ def open_rollouts(
         draw = PartialAnswers(**drawn, tokens=ahead.tokens, in_flight_groups=in_flight)
     elif isinstance(ahead, DynamicSampling):
         dynamic = DynamicScoring(scorer, whole.sample_round, ahead, groups, size)
-    sampler = OnPolicySampler(engine, log, draw, band=band)
+    greedy = config.estimator is not None and config.estimator.asks_greedy
+    once = not (config.staleness or dynamic or greedy)
+    sampler = OnPolicySampler(engine, log, draw, band=band, once=once)
     keep = config.checkpoint_every
     score = StepScorer(
         scorer=scorer,

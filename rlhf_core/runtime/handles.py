@@ -262,15 +262,19 @@ class RaySampler:
         for begun in (self._sampled, self._waiting, self._running):
             begun.clear()
 
+    def expect_weights(self) -> None:
+        """Let engines that share GPUs drop their weights while models train: `load_weights` precedes the next sampling."""
+        self._sharing.expect_weights()
+
     def load_weights(self, weights: Weights, *, version: int) -> None:
         """Load a `RayTrainer`'s weights into every engine; completions made after this carry `version`."""
         self._drop()
         match weights.payload:
             case StoredWeights():
-                with self._sharing.sampling():
+                with self._sharing.sampling(loads=True):
                     self._workers.call("policy", "load_weights", weights, version)
             case DeviceWeights(trainers, ticket):
-                with self._sharing.sampling():
+                with self._sharing.sampling(loads=True):
                     self._receive(trainers, ticket)
                     self._workers.call("policy", "adopt", version)
             case other:

@@ -314,15 +314,21 @@ Workers = Callable[[], WorkerGroup | None]
 class GpuSharing:
     """Lets trainers and engines use one GPU in turn, one side at a time.
 
-    Training puts the workers of `engines()` to sleep, sampling wakes them. Before sampling, the workers of `trainers()` free
-    the memory that they do not use; with `offload` they also move their models to host memory until they train again.
-    Without `engines` and `trainers` nothing sleeps, and training and sampling may overlap.
+    Training puts the workers of `engines()` to sleep, sampling wakes them. After `expect_weights` they drop their weights, if
+    these are `replaced` whole. Before sampling, the workers of `trainers()` free the memory that they do not use; with
+    `offload` they also move their models to host memory until they train again. Without `engines` and `trainers` nothing
+    sleeps, and training and sampling may overlap.
 
     >>> with GpuSharing().training(): pass
     """
 
     def __init__(
-        self, engines: Workers | None = None, trainers: Workers | None = None, *, offload: bool = False
+        self,
+        engines: Workers | None = None,
+        trainers: Workers | None = None,
+        *,
+        offload: bool = False,
+        replaced: bool = True,
     ) -> None:
         self._engines = engines
         self._trainers = trainers
@@ -330,6 +336,12 @@ class GpuSharing:
         self._lock = threading.RLock()
         self._asleep: WorkerGroup | None = None
         self._resting: WorkerGroup | None = None
+        self._replaced = replaced
+        self._keep_weights = True
+
+    def expect_weights(self) -> None:
+        """Let the engines drop their weights when they sleep, until the next turn to sample or to load weights."""
+        self._keep_weights = not self._replaced
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
@@ -340,7 +352,7 @@ class GpuSharing:
         with self._lock:
             engines, trainers = _living(self._engines), _living(self._trainers)
             if engines is not None and self._asleep is not engines:
-                engines.call("policy", "sleep")
+                engines.call("policy", "sleep", self._keep_weights)
                 self._asleep = engines
             if trainers is not None and self._resting is trainers and self._offload:
                 trainers.call("shared_gpu", "wake")
@@ -348,8 +360,11 @@ class GpuSharing:
             yield
 
     @contextlib.contextmanager
-    def sampling(self) -> Iterator[None]:
-        """Hold the GPU for sampling, with the engines awake and the trainers' spare memory freed."""
+    def sampling(self, *, loads: bool = False) -> Iterator[None]:
+        """Hold the GPU for sampling, with the engines awake and the trainers' spare memory freed.
+
+        If it `loads` weights, the engines take the memory of their KV cache back afterwards.
+        """
         if self._engines is None and self._trainers is None:
             yield
             return
@@ -360,10 +375,15 @@ class GpuSharing:
                 trainers.call("shared_gpu", "rest", self._offload)
             # A broken group is called too: its error has the cause of the loss.
             engines = None if self._engines is None else self._engines()
-            if engines is not None and self._asleep is engines:
-                engines.call("policy", "wake")
-            self._asleep = None
-            yield
+            asleep = engines if self._asleep is engines else None
+            if asleep is not None:
+                asleep.call("policy", "wake", not loads)
+            self._asleep, self._keep_weights = None, True
+            try:
+                yield
+            finally:
+                if loads and asleep is not None and not asleep.broken:
+                    asleep.call("policy", "wake", True)
 
 
 def _living(workers: Workers | None) -> WorkerGroup | None:

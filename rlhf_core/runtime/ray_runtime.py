@@ -63,6 +63,7 @@ class RayRuntime:
             (lambda: self._sample) if engines_sleep else None,
             (lambda: self._train.get("")) if share_gpu else None,
             offload=config.trainer.sleep,
+            replaced=not config.sampler.needs().adapters,
         )
         self._starting = threading.RLock()
         """Lock for starting workers, which a thread of the caller may also do ahead of time."""

@@ -68,6 +68,7 @@ class SampleWorker(FileMoves):
         self._gpus_per_engine = gpus_per_engine
         self._threads = threads
         self._sampler: EngineSampler | None = None
+        self._has_weights = True
 
     def warm(self) -> None:
         """Import the engine, at low priority."""
@@ -95,7 +96,7 @@ class SampleWorker(FileMoves):
         warm, self._sampler = self._sampler, None  # not kept if opening fails
         folder = policy.folder() if isinstance(policy, NodeFolder) else policy
         opened = reopen_sampler(warm, folder, self._config, threads=self._threads, transfer=transfer)
-        self._sampler = opened
+        self._sampler, self._has_weights = opened, True
         return opened.versions()
 
     def _check_gpus(self) -> None:
@@ -110,6 +111,13 @@ class SampleWorker(FileMoves):
             raise SamplingError("sampler", None, "no policy was opened on this worker", "take a new lease")
         return self._sampler
 
+    def _with_weights(self) -> EngineSampler:
+        """The sampler; SamplingError if it has dropped its weights and got no others."""
+        if not self._has_weights:
+            rule = "the engine dropped its weights while a model trained, and has no new ones"
+            raise SamplingError("sampler", "no weights", rule, "call load_weights before sampling")
+        return self._opened()
+
     def _on_device(self) -> DeviceSampler:
         sampler = self._opened()
         if not isinstance(sampler, DeviceSampler):
@@ -120,13 +128,13 @@ class SampleWorker(FileMoves):
 
     def generate(self, requests: Sequence[PackedRequest], sampling: SamplingConfig) -> PackedCompletions:
         """Return one completion per request, in order."""
-        return pack(self._opened().generate([SamplingRequest(*one) for one in requests], sampling))
+        return pack(self._with_weights().generate([SamplingRequest(*one) for one in requests], sampling))
 
     def advance(
         self, new: Sequence[tuple[int, SamplingRequest]], sampling: SamplingConfig
     ) -> tuple[list[int], PackedCompletions]:
         """Add requests and run the engine until one has finished. Returns the finished ones with their numbers."""
-        finished = self._opened().advance(new, sampling)
+        finished = self._with_weights().advance(new, sampling)
         return [number for number, _ in finished], pack([one for _, one in finished])
 
     def load_weights(self, weights: Weights, version: int) -> None:
@@ -140,18 +148,20 @@ class SampleWorker(FileMoves):
         for bucket in ray.get(list(weights.payload.refs)):
             tensors |= unpack(bucket)
         self._opened().load_weights(replace(weights, payload=tensors), version=version)
+        self._has_weights = True
 
     # ------------------------------------------------------------ shared GPU
 
-    def sleep(self) -> None:
-        """Free the engine's GPU memory, if there is an engine."""
+    def sleep(self, keep_weights: bool = True) -> None:
+        """Free the engine's GPU memory, if there is an engine; without `keep_weights` it cannot sample until it gets others."""
         if self._sampler is not None:
-            self._on_device().sleep()
+            self._has_weights = self._has_weights and keep_weights
+            self._on_device().sleep(keep_weights=keep_weights)
 
-    def wake(self) -> None:
-        """Take the engine's GPU memory back, if there is an engine."""
+    def wake(self, kv_cache: bool = True) -> None:
+        """Take the engine's GPU memory back, if there is an engine; without `kv_cache` that of its weights."""
         if self._sampler is not None:
-            self._on_device().wake()
+            self._on_device().wake(kv_cache=kv_cache)
 
     # ------------------------------------------------------------ device transfer, called by the trainer's rank 0
 
@@ -166,6 +176,7 @@ class SampleWorker(FileMoves):
     def adopt(self, version: int) -> None:
         """Set the version of the weights that were transferred."""
         self._on_device().adopt(version)
+        self._has_weights = True
 
     def stop(self) -> None:
         """Shut the engine down, with the processes that it may have started for tensor parallelism."""

@@ -20,7 +20,7 @@ from rlhf_core.runtime.connection import check_gpus, own_gpus
 from rlhf_core.runtime.file_moves import FileMoves
 from rlhf_core.runtime.ray_settings import ray
 from rlhf_core.runtime.shared_sequences import SharedSequences
-from rlhf_core.runtime.weight_sync import DeviceSender, StagedWeights, StoredWeights
+from rlhf_core.runtime.weight_sync import StagedWeights, StoredWeights, described
 from rlhf_core.sequences import Subset
 from rlhf_core.stage.checkpoints import wait_for_parts
 from rlhf_core.store.checkpoint_parts import Parts
@@ -29,6 +29,7 @@ from rlhf_core.store.node_folders import NodeFolder
 
 if TYPE_CHECKING:
     from rlhf_core.runtime.hosted_models import HostedModels
+    from rlhf_core.runtime.vllm_transfer import DeviceSender
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -273,27 +274,37 @@ class TrainWorker(FileMoves):
 
     def _keep_staged(self, lease: str) -> None:
         if self._staged is not None and lease and lease == self._staged_lease:
+            shapes = described(self._staged)
             kept: Any = self._trainer(lease).weights().payload
-            self._staged, self._staged_lease = kept, ""
+            self._staged, self._staged_lease = kept if self._rank == 0 else shapes, ""
 
     def send_weights(self, ticket: int, engines: Sequence[Any], transfer: Transfer, tensor_parallel: int) -> None:
         """Send the weights of `ticket` to `engines`, GPU to GPU. Only the newest can be sent, and only once.
 
-        All ranks make each weight whole, and rank 0 sends it.
+        All ranks make each weight whole. By NCCL rank 0 sends it, by IPC each rank to its own GPU.
         """
         if ticket != self._ticket or self._staged is None:
             remedy = "load weights before requesting newer ones"
             raise TrainingError("weights", ticket, f"is not the newest ticket, {self._ticket}", remedy)
         staged, self._staged, self._staged_lease = self._staged, None, ""
-        if self._rank != 0:
+        ranks = self._world if transfer == "ipc" else 1
+        if self._rank >= ranks:
             deque(iter(staged), maxlen=0)
             return
         if self._sender is None or self._sender_engines != list(engines) or not self._sender.fits(staged):
+            from rlhf_core.runtime.vllm_transfer import DeviceSender
+
             self._sender_engines = list(engines)
             self._sender = DeviceSender(
-                transfer, engines, tensor_parallel=tensor_parallel, host=self._host(), weights=staged
+                transfer,
+                engines,
+                tensor_parallel=tensor_parallel,
+                host=self._host(),
+                weights=staged,
+                rank=self._rank,
+                ranks=ranks,
             )
         self._sender.send(staged)
         del staged
         if transfer == "ipc":
-            self.rest(offload=False)  # the engine is on this GPU and needs the memory of the buffer
+            self.rest(offload=False)  # an engine is on this GPU and needs the memory of the buffer

@@ -2,8 +2,9 @@
 
 Host memory always works: rank 0 packs the full weights into Ray's object store, and engines on the same node map them
 (`weights.py`). Between GPUs, vLLM's own weight transfer (`vllm.distributed.weight_transfer`) moves them: by CUDA IPC if
-trainer and engine share a GPU, else by an NCCL broadcast. In both cases the digest of the sent weights is that of
-`Trainer.weights()`, and the engine compares the weights that it then holds with rows of those that were sent.
+ranks and engines share GPUs, each rank to its own, else by an NCCL broadcast from rank 0. In both cases the digest of
+the sent weights is that of `Trainer.weights()`, and the engine compares the weights that it then holds with rows of
+those that were sent.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -31,7 +32,8 @@ class DeviceWeights:
 
 
 StagedWeights: TypeAlias = "Mapping[str, Any] | WeightsInParts"
-"""Weights to be sent: a stream of those that a trainer has, or a copy, name -> CPU tensor."""
+"""Weights to be sent: a stream of those that a trainer has, or a copy, name -> CPU tensor, of which other ranks than 0 have the
+shapes, as meta tensors."""
 
 
 def described(weights: StagedWeights) -> Mapping[str, Any]:
@@ -55,66 +57,30 @@ def in_stream_order(pairs: Iterable[tuple[str, Any]], device: str) -> Iterator[t
 
 
 def choose_transfer(train_gpus: Sequence[str], engine_gpus: Sequence[Sequence[str]]) -> Transfer:
-    """Return the transfer for trainer ranks on `train_gpus` (one each, rank 0 sends) and engines on `engine_gpus`.
+    """Return the transfer for trainer ranks on `train_gpus`, one each, and engines on `engine_gpus`.
 
-    GPUs are named `node:index`. CUDA IPC needs every engine on the sender's own GPU; NCCL refuses two ranks on one GPU, so
-    it needs every engine elsewhere. Anything else, and anything without GPUs, goes through host memory.
+    GPUs are named `node:index`. CUDA IPC needs a rank on every GPU of an engine. By NCCL rank 0 sends, which refuses two ranks
+    on one GPU: no engine may have its GPU. Anything else, and anything without GPUs, goes through host memory.
 
     >>> choose_transfer(["n0:0"], [["n0:1"], ["n0:2"]]), choose_transfer(["n0:0"], [["n0:0"]]), choose_transfer([], [[]])
     ('nccl', 'ipc', '')
     """
     if not train_gpus or not all(engine_gpus):
         return ""
-    sender = train_gpus[0]
-    if all(list(gpus) == [sender] for gpus in engine_gpus) and len(train_gpus) == 1:
-        return "ipc"
-    if all(sender not in gpus for gpus in engine_gpus):
+    used = {gpu for gpus in engine_gpus for gpu in gpus}
+    if train_gpus[0] not in used:
         return "nccl"
-    return ""
+    return "ipc" if used <= set(train_gpus) else ""
 
 
-class DeviceSender:
-    """Rank 0's end of the transfer; opened at the first `send` and kept, since an NCCL group takes seconds to form.
+def from_rank_0(weights: Mapping[str, Any], device: str) -> Iterator[tuple[str, Any]]:
+    """Yield weights on the device of each rank: rank 0 has the tensors, and the others meta tensors like them."""
+    import torch
 
-    The buffer is sized for `weights`, the first that will be sent.
-    """
-
-    def __init__(
-        self,
-        transfer: Transfer,
-        engines: Sequence[Any],
-        *,
-        tensor_parallel: int,
-        host: str,
-        weights: StagedWeights,
-        device: str = "cuda",
-    ) -> None:
-        # Importing vLLM takes 15 to 40 s, which only weights that travel from GPU to GPU are worth.
-        from rlhf_core.runtime.vllm_transfer import StagedSource, init_info, open_transfer
-
-        self._client = EngineClient(engines, tensor_parallel=tensor_parallel)
-        self._device = device
-        self._source = StagedSource(device)
-        self._ipc = transfer == "ipc"
-        self._buffer_bytes = ipc_buffer_bytes(described(weights))
-        world = 1 + len(engines) * tensor_parallel
-        info = init_info(transfer, world=world, host=host, buffer_bytes=self._buffer_bytes)
-        self._engine = open_transfer(info, client=self._client, source=self._source)
-
-    def fits(self, weights: StagedWeights) -> bool:
-        """Return whether the buffer is large enough for `weights`."""
-        return not self._ipc or _largest(described(weights)) <= self._buffer_bytes
-
-    def send(self, weights: StagedWeights) -> None:
-        """Send weights to all engines, which check them, one at a time. Raises SamplingError if one differs."""
-        source = self._source
-        pairs = weights.items() if isinstance(weights, Mapping) else weights
-        source.pairs, source.described = in_stream_order(pairs, self._device), described(weights)
-        try:
-            self._engine.send_weights()
-            self._client.check(source.probes)
-        finally:
-            source.pairs, source.described, source.probes = (), {}, {}
+    for name, tensor in weights.items():
+        made = torch.empty(tensor.shape, dtype=tensor.dtype, device=device) if tensor.is_meta else tensor.to(device)
+        torch.distributed.broadcast(made, 0)
+        yield name, made
 
 
 class EngineClient:
@@ -166,8 +132,8 @@ def ipc_buffer_bytes(tensors: Mapping[str, Any]) -> int:
     1089994752
     """
     total = sum(tensor.nbytes for tensor in tensors.values())
-    return max(_largest(tensors), min(total, IPC_BUFFER_BYTES))
+    return max(largest_bytes(tensors), min(total, IPC_BUFFER_BYTES))
 
 
-def _largest(tensors: Mapping[str, Any]) -> int:
+def largest_bytes(tensors: Mapping[str, Any]) -> int:
     return max((tensor.nbytes for tensor in tensors.values()), default=0)

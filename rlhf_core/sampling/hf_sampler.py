@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.config.runtime import HFSamplerConfig
@@ -239,7 +241,6 @@ class _Row:
 
 def _left_pad(prompts: Sequence[Sequence[int]], *, device: Any) -> tuple[Tensor, Tensor]:
     """Return `ids_BL` and `mask_BL`, prompts flush right; the padding id is 0 and never attended to."""
-    length = max(map(len, prompts))
-    ids_BL = torch.tensor([[0] * (length - len(prompt)) + list(prompt) for prompt in prompts], device=device)
-    mask_BL = torch.tensor([[0] * (length - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
-    return ids_BL, mask_BL
+    rows = [torch.tensor(list(prompt), device=device) for prompt in prompts]
+    filled = partial(pad_sequence, batch_first=True, padding_side="left")
+    return filled(rows), filled(list(map(torch.ones_like, rows)))

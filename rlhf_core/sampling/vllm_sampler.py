@@ -57,7 +57,8 @@ class VllmSampler:
         """Folder whose weights the engine has, without adapters; None for weights that a trainer sent."""
         self._adapter: Any = None
         """vLLM's name of the adapter that is added to them."""
-        self._asleep = False
+        self._asleep: tuple[str, ...] = ()
+        """vLLM's tags of the memory that is not there."""
         self._sampled: dict[str, tuple[int, SamplingRequest]] = {}
 
     # ------------------------------------------------------------ Sampler
@@ -128,16 +129,17 @@ class VllmSampler:
 
     # ------------------------------------------------------------ shared GPU
 
-    def sleep(self) -> None:
-        """Move the weights to host memory and drop the KV cache, unless something is being sampled (`config.sleep`)."""
+    def sleep(self, *, keep_weights: bool = True) -> None:
+        """Drop the KV cache, and move the weights to host memory or drop them, unless something is being sampled."""
         if not self._asleep and not self._sampled:
-            self._llm.sleep(level=1)
-            self._asleep = True
+            self._llm.sleep(level=1 if keep_weights else 2)
+            self._asleep = ("weights", "kv_cache")
 
-    def wake(self) -> None:
-        if self._asleep:
-            self._llm.wake_up()
-            self._asleep = False
+    def wake(self, *, kv_cache: bool = True) -> None:
+        tags = self._asleep if kv_cache else tuple(tag for tag in self._asleep if tag == "weights")
+        if tags:
+            self._llm.wake_up(tags=list(tags))
+            self._asleep = tuple(tag for tag in self._asleep if tag not in tags)
 
     def _load_adapter(self, tensors: Mapping[str, Any], sent: Adapters) -> None:
         if self._base is None or str(self._base) != sent.base:

@@ -22,6 +22,7 @@ from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.interfaces import Metrics, ModelSpec, Objective, Sampler, Trainer
 from rlhf_core.models.architecture import check_longest
 from rlhf_core.models.loading import shared_vocabulary, vocabulary_size
+from rlhf_core.rollouts.answers import expect_weights
 from rlhf_core.stage.context import StageContext
 from rlhf_core.training.distillation_trainer import DistillationTrainer
 from rlhf_core.training.fit import LookAhead, fit
@@ -288,6 +289,7 @@ def answering(sampler: Sampler, method: Method, sampling: SamplingConfig, *, see
         seeds = [derive_seed(seed, "distill", draw.prompt.id, draw.number) for draw in draws]
         requests = [SamplingRequest(ids, own) for ids, own in zip(prompts, seeds, strict=True)]
         completions = sampler.generate(requests, sampling)
+        expect_weights(sampler)
         answers = [
             TokenSample(asked + made.token_ids, mask(bytes(len(asked)) + b"\1" * len(made.token_ids)))
             for asked, made in zip(prompts, completions, strict=True)

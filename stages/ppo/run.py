@@ -37,7 +37,7 @@ from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.interfaces import Metrics, ModelSpec, Objective, Sampler, Trainer
 from rlhf_core.models.router_replay import check_router_replay
 from rlhf_core.rewards.scoring import Scorer, component_means, open_scorer
-from rlhf_core.rollouts.answers import OpenEnvironments, StepSampler, open_environments
+from rlhf_core.rollouts.answers import OpenEnvironments, StepSampler, expect_weights, open_environments
 from rlhf_core.rollouts.guard import HeldOut, RunGuard, await_decision
 from rlhf_core.rollouts.prompts import BandOrder, open_band, ordered_prompts, split_prompts
 from rlhf_core.rollouts.scored_step import open_rollouts, rollout_metrics, with_greedy_rewards
@@ -219,6 +219,7 @@ def lease_models(
         spec = ModelSpec(path=str(context.path(start)), head="value", lora=config.value.lora, seed=context.seed)
         value_model = leases.enter_context(context.runtime.trainer("value_model", spec, config.value.optimizer))
     sampler = leases.enter_context(context.runtime.sampler(context.path(policy)))
+    expect_weights(sampler)  # each step begins with a load
     trained = leases.enter_context(context.runtime.trainer("policy", actor, config.optimizer))
     if config.kl.reference_sync:
         start_path, sync = context.path(reference), config.kl.reference_sync

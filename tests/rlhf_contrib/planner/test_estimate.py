@@ -175,10 +175,13 @@ def test_sleeping_takes_seconds_and_host_memory(tmp_path):
     )
     weights = 2.0 * awake.roles[1][0].shape.parameters
     assert "sleep" not in awake.seconds
-    assert asleep.seconds["sleep"] == pytest.approx(2 * weights / 50e9)
-    assert node(asleep).terms["engine weights, asleep"] == pytest.approx(8 * weights)
+    assert "sleep" not in asleep.seconds and "engine weights, asleep" not in node(asleep).terms  # they are dropped
     moved = sum(memory.total for _, memory in both.roles)
-    assert both.seconds["sleep"] == pytest.approx(2 * (weights + moved) / 50e9)
+    assert both.seconds["sleep"] == pytest.approx(2 * moved / 50e9)
+    again = ["runtime.sampler.sleep=true", "ppo.ahead.type=dynamic", "ppo.samples_per_prompt=2"]
+    kept = of("one_node/full", [*COLOCATED, *again], tmp_path)[0]["ppo"]
+    assert kept.seconds["sleep"] == pytest.approx(2 * weights / 50e9)
+    assert node(kept).terms["engine weights, asleep"] == pytest.approx(8 * weights)
     assert node(both).terms["train workers, asleep"] == pytest.approx(8 * moved)
 
 

@@ -1,10 +1,12 @@
 """The memory of a rank by hand; benchmarks/planner.py compares it with processes."""
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks.planner import on_one_machine
 from rlhf_contrib.planner.memory import Role, activations, rank_memory
-from rlhf_contrib.planner.sizes import shape_of_init
+from rlhf_contrib.planner.sizes import Linear, shape_of_init
 from rlhf_core.config.engines import TrainerConfig
 from rlhf_core.config.models import InitModel, LoraConfig
 
@@ -54,6 +56,19 @@ def test_one_weight_is_whole_on_a_gpu_when_a_model_is_opened_and_handed_out():
     # Adapters are whole on every rank while a layer is gathered for them, less those states.
     adapted = sum(rank_memory(ADAPTED, config, 64).moments["open"].values())
     assert adapted == pytest.approx(max(0, 2 * (SHAPE.layer + A) - (16 * A / 64 + 2 * B)))
+
+
+@pytest.mark.parametrize(
+    ("checkpointing", "backward", "copies"),
+    [(False, False, 1), (False, True, 36 + 1), (True, True, 1 + 1)],  # of 36 layers, and the gradient of one
+)
+def test_stacks_of_experts_with_adapters_are_computed_with_as_changed_copies(checkpointing, backward, copies):
+    stacks = tuple(Linear(f"experts.{one}", 64, 32, 4) for one in ("up", "down") for _ in range(36))
+    lora, one = LoraConfig(rank=8, target_parameters=("experts.up",)), 4 * 64 * 32
+    role = Role("policy", replace(SHAPE, stacks=stacks), True, 8, lora=lora)
+    config = TrainerConfig(zero_stage=3, dtype="bfloat16", gradient_checkpointing=checkpointing)
+    assert activations(role, config, backward=backward)["changed stacks"] == 2 * one * copies
+    assert rank_memory(role, config, 8).moments["sync"]["merged stacks"] == (2 + 4) * one
 
 
 def test_activations_by_hand():

@@ -23,20 +23,31 @@ class FakeChat:
 
 
 class FakeSampler:
-    """Answers with tokens that say the version; `length(prompt, answer so far)` is how long the whole answer gets."""
+    """Answers with tokens that say the version; `length(prompt, answer so far)` is how long the whole answer gets.
+
+    It refuses to sample between `expect_weights` and `load_weights`, as an engine that has dropped its weights.
+    """
 
     def __init__(self, length: Callable[[SamplingRequest], int] = lambda request: 1) -> None:
         self.version = -1
         self.batches: list[tuple[int, list[SamplingRequest]]] = []
+        self.expects_weights = False
         self._length = length
 
     def generate(self, requests: Sequence[SamplingRequest], sampling: SamplingConfig) -> list[Completion]:
+        assert not self.expects_weights
         self.batches.append((self.version, list(requests)))
         return [self._answer(request, sampling.max_tokens) for request in requests]
 
     def load_weights(self, weights: Weights, *, version: int) -> None:
         assert weights.digest == f"policy {version}"
-        self.version = version
+        self.version, self.expects_weights = version, False
+
+    def advance(self, new: Any, sampling: SamplingConfig) -> Any:
+        raise NotImplementedError
+
+    def expect_weights(self) -> None:
+        self.expects_weights = True
 
     def _answer(self, request: SamplingRequest, most: int) -> Completion:
         left = self._length(request) - (len(request.prompt_ids) - PROMPT_LENGTH)

@@ -11,7 +11,7 @@ from typing import Any, Self
 import pytest
 
 from rlhf_core.config.engines import SamplingConfig
-from rlhf_core.config.policy import PartialRollouts, PPOConfig, Staleness
+from rlhf_core.config.policy import DynamicSampling, PartialRollouts, PPOConfig, Staleness
 from rlhf_core.data.shards import RolloutLog
 from rlhf_core.errors import DataError, RewardError, SamplerLostError
 from rlhf_core.interfaces import Metrics
@@ -76,6 +76,24 @@ def test_a_step_trains_on_what_the_weights_of_that_many_steps_before_sampled(tmp
     )
     assert len(ahead.sampler.batches) == 6
     assert ahead.sampler.version == 5 - behind, "weights that nobody samples with are not sent"
+
+
+@pytest.mark.parametrize(
+    ("ahead", "expects"),
+    [(None, True), (PartialRollouts(tokens=2), True), (Staleness(steps=2), True), (DynamicSampling(), False)],
+)
+def test_the_engine_need_not_keep_its_weights_after_the_last_answers_of_a_step(tmp_path, ahead, expects):
+    """Dynamic sampling may ask for more once the answers have their rewards."""
+    rollouts = Ahead(tmp_path, ahead=ahead)
+    with rollouts:
+        for version in (0, 1):
+            rollouts.policy.version = version
+            rollouts.steps.load_weights(rollouts.policy.weights, version=version)
+            rollouts.steps.generate(version)
+            rollouts.steps.save(tmp_path / str(version))  # which waits for the steps ahead
+            assert rollouts.sampler.expects_weights == expects
+            rollouts.steps.borrow(rollouts.policy.weights, version=version, job=rollouts.sampler.batches.clear)
+            assert rollouts.sampler.expects_weights
 
 
 def test_the_same_prompts_are_asked_with_the_same_seeds_whoever_answers(tmp_path):

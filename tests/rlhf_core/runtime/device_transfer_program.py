@@ -86,7 +86,7 @@ def main() -> None:
 
     stream = trainer.stream()
     settings: dict[str, Any] = {"tensor_parallel": tensor_parallel, "host": "127.0.0.1", "device": "cpu"}
-    sender = weight_sync.DeviceSender("nccl", [engine], weights=stream, **settings)
+    sender = vllm_transfer.DeviceSender("nccl", [engine], weights=stream, **settings)
     made = {"first": drawn()}
     for name, weights in (("streamed", stream), ("copied", trainer.weights().payload)):
         sender.send(weights)

@@ -202,11 +202,17 @@ class Workers:
     def __init__(self, name: str, log: list[str]) -> None:
         self.actors = [None]
         self.broken = False
+        self.fails = ""
         self._name = name
         self._log = log
 
     def call(self, role: str, method: str, *arguments: Any, **keywords: Any) -> list[Any]:
-        self._log.append(f"{self._name} {method}" + (f" {arguments[0]}" if method == "rest" else ""))
+        told = {("wake", False): "wake for weights", ("sleep", False): "sleep without weights"}
+        if method == "rest":
+            told["rest", arguments[0]] = f"rest {arguments[0]}"
+        self._log.append(f"{self._name} {told.get((method, *arguments[:1]), method)}")
+        if method == self.fails:
+            raise SamplingError("weights", "", "broken", "none")
         return [(1, "digest")]
 
     def call_each(self, role: str, method: str, arguments: list[Any], **keywords: Any) -> list[Any]:
@@ -221,12 +227,14 @@ class Workers:
         return running.copy()
 
 
-def handles(log: list[str], *, sleeps: bool, trainers: bool = False) -> tuple[RayTrainer, RaySampler]:
+def handles(
+    log: list[str], *, sleeps: bool, trainers: bool = False, replaced: bool = True
+) -> tuple[RayTrainer, RaySampler]:
     """Return a trainer and a sampler that share a GPU."""
     train: Any = Workers("trainer", log)
     sample: Any = Workers("engine", log)
     engines = (lambda: sample) if sleeps else None
-    sharing = GpuSharing(engines, (lambda: train) if trainers else None, offload=True)
+    sharing = GpuSharing(engines, (lambda: train) if trainers else None, offload=True, replaced=replaced)
     trainer = RayTrainer(train, "policy", "policy-1", transfer="ipc", sharing=sharing)
     return trainer, RaySampler(sample, transfer="ipc", tensor_parallel=1, sharing=sharing)
 
@@ -246,7 +254,7 @@ def test_an_engine_sleeps_while_models_train_and_wakes_to_take_weights_and_to_sa
     step(trainer, sampler)
     once = [
         *("engine generate", "engine sleep", "trainer logprobs", "trainer optim_step", "trainer stage_weights"),
-        *("engine wake", "trainer send_weights", "engine adopt", "engine advance"),
+        *("engine wake for weights", "trainer send_weights", "engine adopt", "engine wake", "engine advance"),
     ]
     assert log == once * 2
 
@@ -257,9 +265,36 @@ def test_a_trainer_sleeps_while_the_engine_samples_and_each_wakes_when_the_other
     step(trainer, sampler)
     step(trainer, sampler)
     train = ["trainer logprobs", "trainer optim_step", "trainer stage_weights"]
-    take = ["trainer rest True", "engine wake", "trainer send_weights", "engine adopt", "engine advance"]
-    turn = ["engine generate", "engine sleep", "trainer wake", *train, *take]
+    take = ["trainer rest True", "engine wake for weights", "trainer send_weights", "engine adopt", "engine wake"]
+    turn = ["engine generate", "engine sleep", "trainer wake", *train, *take, "engine advance"]
     assert log == ["trainer rest True", *turn, *turn]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_an_engine_drops_weights_only_before_it_gets_all_of_them(whole):
+    """Adapters alone are no weights: the engine keeps those that they change."""
+    log: list[str] = []
+    trainer, sampler = handles(log, sleeps=True, replaced=whole)
+    for expects in (True, False):
+        if expects:
+            sampler.expect_weights()
+        trainer.optim_step(learning_rate=0.1)
+        sampler.load_weights(Weights(StoredWeights(()), "digest"), version=1)
+    loads = ["trainer optim_step", "engine wake for weights", "engine load_weights", "engine wake"]
+    slept = "engine sleep without weights" if whole else "engine sleep"
+    assert log == [slept, *loads, "engine sleep", *loads]
+
+
+def test_after_a_failed_load_the_engine_is_awake():
+    log: list[str] = []
+    trainer, sampler = handles(log, sleeps=True)
+    sampler.expect_weights()
+    trainer.optim_step(learning_rate=0.1)
+    sampler._workers.fails = "load_weights"
+    with pytest.raises(SamplingError, match="broken"):
+        sampler.load_weights(Weights(StoredWeights(()), "digest"), version=1)
+    sampler.generate(REQUESTS, SamplingConfig())
+    assert log[-3:] == ["engine load_weights", "engine wake", "engine generate"]
 
 
 def test_a_trainer_sleeps_beside_an_engine_that_does_not():
@@ -295,20 +330,6 @@ def test_workers_that_replaced_sleeping_ones_are_awake_and_are_put_to_sleep_in_t
     with sharing.training():
         pass
     assert log == ["trainer rest True", "engine sleep", "new engine sleep"]
-
-
-def test_an_engine_that_may_not_sleep_never_does():
-    log: list[str] = []
-    step(*handles(log, sleeps=False))
-    assert not {"engine sleep", "engine wake"} & set(log)
-
-
-def test_weights_from_host_memory_are_taken_awake():
-    log: list[str] = []
-    trainer, sampler = handles(log, sleeps=True)
-    trainer.optim_step(learning_rate=0.1)
-    sampler.load_weights(Weights(StoredWeights(()), "digest"), version=1)
-    assert log == ["engine sleep", "trainer optim_step", "engine wake", "engine load_weights"]
 
 
 def test_engines_that_are_gone_or_not_there_yet_are_not_put_to_sleep():

@@ -118,7 +118,7 @@ def test_engines_of_two_gpus_share_them_with_the_ranks_of_their_node(cluster):
     assert sorted(gpu for gpus in lent for gpu in gpus) == sorted(gpus[0] for gpus in places.train)
     nodes = [{gpu.partition(":")[0] for gpu in gpus} for gpus in lent]
     assert nodes == [{made.nodes[0]}, {made.nodes[1]}] or nodes == [{made.nodes[1]}, {made.nodes[0]}]
-    assert choose_transfer([gpus[0] for gpus in places.train], lent) == "", "through host memory"
+    assert choose_transfer([gpus[0] for gpus in places.train], lent) == "ipc", "from each rank to its own GPU"
     one = reserve(config.model_copy(update={"train_workers": 2, "sampler": VllmSamplerConfig(tensor_parallel=2)}))
     alone = Places(one)
     assert sorted(one.lent(alone.train, parallel=2)[0]) == sorted(gpus[0] for gpus in alone.train)

@@ -3,6 +3,7 @@
 import os
 import sys
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +11,11 @@ import torch
 from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.config.runtime import HFSamplerConfig, VllmSamplerConfig
 from rlhf_core.errors import ConfigError, SamplingError
+from rlhf_core.interfaces import Weights
+from rlhf_core.runtime import sample_worker
 from rlhf_core.runtime.packed_completions import pack_request, unpack
 from rlhf_core.runtime.sample_worker import LOW, SampleWorker, at_low_priority
+from rlhf_core.runtime.weight_sync import StoredWeights
 from rlhf_core.types import SamplingRequest
 
 
@@ -53,6 +57,38 @@ def test_a_sampler_that_cannot_sleep_is_named_where_its_configuration_says_it_sl
         SamplingError, match=r"HFSampler'?: .*sleeps or takes weights on a GPU; give the class the methods"
     ):
         worker.sleep()
+
+
+class Sleeper:
+    """A sampler that can do everything, but refuses the weights of version 3."""
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any, version: int = 0, **options: Any) -> Any:
+            if version == 3:
+                raise SamplingError("weights", 3, "broken", "none")
+            return [] if name == "generate" else {}
+
+        return call
+
+
+def test_an_engine_without_weights_samples_after_a_load_a_transfer_or_a_lease_and_never_before(policies, monkeypatch):
+    worker, sent = SampleWorker(HFSamplerConfig(), threads=1), Weights(StoredWeights(()), "digest")
+    monkeypatch.setattr(sample_worker, "reopen_sampler", lambda *_, **__: Sleeper())
+    monkeypatch.setattr(worker, "_on_device", Sleeper)
+    monkeypatch.setattr(sample_worker.ray, "get", lambda refs: refs)
+    worker.open(policies[0], "")
+    for refill in (lambda: worker.load_weights(sent, 2), lambda: worker.adopt(2), lambda: worker.open(policies[0], "")):
+        worker.sleep(True)
+        worker.generate([], SamplingConfig())
+        worker.sleep(False)
+        with pytest.raises(SamplingError, match="broken"):
+            worker.load_weights(sent, 3)
+        worker.sleep(True)  # keeps what is no policy
+        for sample in (worker.generate, worker.advance):
+            with pytest.raises(SamplingError, match=r"dropped its weights while a model trained.*call load_weights"):
+                sample([], SamplingConfig())
+        refill()
+        worker.generate([], SamplingConfig())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="priorities per thread are Linux's")

@@ -6,8 +6,6 @@ import pickle
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -15,12 +13,9 @@ import torch
 from rlhf_core.config.models import InitModel
 from rlhf_core.models.initialize import initialize_llama, train_tokenizer
 from rlhf_core.models.lora import weights_digest
-from rlhf_core.runtime.weight_sync import DeviceSender, choose_transfer, in_stream_order, ipc_buffer_bytes
+from rlhf_core.runtime.weight_sync import choose_transfer, in_stream_order
 from rlhf_core.runtime.weights import buckets, pack, unpack
 from tests.support.warm_programs import ROOT, start_program
-
-EMBEDDING = (152_064, 3584)
-"""Of Qwen2.5-7B: 1.09 GB in bfloat16."""
 
 
 @pytest.mark.parametrize(
@@ -33,85 +28,37 @@ EMBEDDING = (152_064, 3584)
         (["a:0", "a:1"], [["a:1"]], "nccl"),  # only rank 0 sends, and it is alone on its GPU
         (["a:0"], [["a:0"], ["a:1"]], ""),  # neither reaches both engines
         (["a:0"], [["a:0", "a:1"]], ""),  # half of a tensor-parallel engine shares the sender's GPU
-        (["a:0", "a:1"], [["a:0"]], ""),  # several ranks beside a shared GPU
+        (["a:0", "a:1", "b:0"], [["a:1", "a:0"], ["b:0"]], "ipc"),  # each rank sends to its own GPU
     ],
 )
 def test_the_placement_chooses_the_transfer(train, engines, transfer):
     assert choose_transfer(train, engines) == transfer
 
 
-@pytest.fixture
-def packed_by_vllm(monkeypatch) -> Any:
-    """vLLM's own packing for CUDA IPC, with another device in place of the GPU."""
+@pytest.mark.engine
+@pytest.mark.slow
+def test_each_rank_sends_to_its_own_gpu_of_an_engine_of_two(tmp_path):
+    """Of a copy, which rank 0 alone has, both send the same."""
     pytest.importorskip("vllm", reason="vLLM is not installed")
-    from vllm.distributed.weight_transfer import packed_tensor
-
-    def pack(tensors: dict[str, torch.Tensor], buffer_bytes: int) -> Iterator[tuple[Any, torch.Tensor]]:
-        """Yield every chunk, and the buffer that it is in."""
-        device = next(iter(tensors.values())).device
-        buffers: list[torch.Tensor] = []
-
-        def empty(size: int, dtype: torch.dtype, device: object, where: torch.device = device) -> torch.Tensor:
-            buffers.append(torch.empty(size, dtype=dtype, device=where))
-            return buffers[-1]
-
-        stream = SimpleNamespace(synchronize=lambda: None)
-        cuda = SimpleNamespace(current_stream=lambda: stream)
-        monkeypatch.setattr(packed_tensor, "torch", SimpleNamespace(empty=empty, uint8=torch.uint8, cuda=cuda))
-        monkeypatch.setattr(packed_tensor, "reduce_tensor", lambda tensor: (None, ()))
-        for chunk in packed_tensor.packed_ipc_producer(
-            iter(tensors.items()), "gpu", lambda item: item[1], buffer_size_bytes=buffer_bytes
-        ):
-            yield chunk, buffers[0]
-
-    return pack
-
-
-@pytest.mark.engine
-def test_a_tensor_that_is_larger_than_vllms_own_buffer_gets_a_larger_one(packed_by_vllm):
-    def meta(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.bfloat16, device="meta")
-
-    from rlhf_core.runtime.vllm_transfer import init_info
-
-    tensors = {"embedding": meta(*EMBEDDING), "norm": meta(3584), "q": meta(3584, 3584), "head": meta(*EMBEDDING)}
-    info = init_info("ipc", world=2, host="a", buffer_bytes=ipc_buffer_bytes(tensors))
-    chunks = [chunk.names for chunk, _ in packed_by_vllm(tensors, info.packed_buffer_size_bytes)]
-    assert chunks == [["embedding"], ["norm", "q"], ["head"]]
-    assert info.packed_buffer_size_bytes == 152_064 * 3584 * 2
-
-    from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
-
-    its_own = IPCTrainerInitInfo(packed=True, rank=0).packed_buffer_size_bytes
-    with pytest.raises(ValueError, match="Tensor 'embedding' has size 1089994752 bytes, which exceeds"):
-        list(packed_by_vllm(tensors, its_own))
-
-
-@pytest.mark.engine
-def test_what_is_packed_into_our_buffer_is_what_comes_out(packed_by_vllm, monkeypatch):
-    from vllm.distributed.weight_transfer.packed_tensor import unpack_tensor
-
-    monkeypatch.setattr("rlhf_core.runtime.weight_sync.IPC_BUFFER_BYTES", 1000)
-    made = torch.Generator().manual_seed(3)
-    shapes = {"a": (10, 10), "large": (30, 20), "b": (7,), "c": (11, 3)}
-    tensors = {name: torch.rand(shape, generator=made) for name, shape in shapes.items()}
-    seen: dict[str, torch.Tensor] = {}
-    for chunk, buffer in packed_by_vllm(tensors, ipc_buffer_bytes(tensors)):
-        dtypes = [getattr(torch, name) for name in chunk.dtype_names]
-        whole = buffer[: sum(chunk.tensor_sizes)]
-        for name, tensor in unpack_tensor(whole, chunk.names, chunk.shapes, dtypes, chunk.tensor_sizes):
-            seen[name] = tensor.clone()
-    assert seen.keys() == tensors.keys()
-    assert all(torch.equal(seen[name], tensor) for name, tensor in tensors.items())
-
-
-def test_a_sender_says_when_a_larger_model_needs_a_new_buffer():
-    sender = DeviceSender.__new__(DeviceSender)
-    sender._ipc, sender._buffer_bytes = True, ipc_buffer_bytes({"a": torch.ones(8)})
-    assert sender.fits({"b": torch.ones(8), "c": torch.ones(8)})
-    assert not sender.fits({"b": torch.ones(9)})
-    sender._ipc = False  # by NCCL, chunks grow with their tensors
-    assert sender.fits({"b": torch.ones(9)})
+    program, environment = Path(__file__).parent / "ipc_transfer_program.py", os.environ | {"PYTHONPATH": str(ROOT)}
+    running = [
+        start_program("vllm", [program, rank, tmp_path], environment, tmp_path / f"of {rank}") for rank in (0, 1)
+    ]
+    said = [one.communicate(timeout=300)[1][-3000:] for one in running]
+    assert [one.returncode for one in running] == [0, 0], said
+    chunks = torch.load(tmp_path / "received.pt")
+    # A buffer holds the 2,400 bytes of the largest tensor, which are more than vLLM's own: of 400, 2400, 28 and 132.
+    values = [
+        {gpu: {name: float(one.mean()) for name, one in weights.items()} for gpu, weights in chunk.items()}
+        for chunk in chunks
+        if "b" not in chunk
+    ]
+    streamed = [{"a": 0.0}, {"large": 1.0}, {"b": 2.0, "c": 3.0}]
+    for of_gpu, first in (("gpu 0", 0), ("gpu 1", 10)):
+        assert [one[of_gpu] for one in values[:3]] == [
+            {name: first + number for name, number in one.items()} for one in streamed
+        ]
+        assert [one[of_gpu] for one in values[3:]] == [dict.fromkeys(one, 5.0) for one in streamed]
 
 
 class Stream:

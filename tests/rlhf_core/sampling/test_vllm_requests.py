@@ -47,8 +47,8 @@ class Engine:
     def sleep(self, *, level: int) -> None:
         self.calls.append(f"sleep {level}")
 
-    def wake_up(self) -> None:
-        self.calls.append("wake")
+    def wake_up(self, tags: list[str]) -> None:
+        self.calls.append("wake " + " ".join(tags))
 
     def finish_weight_update(self) -> None:
         self.calls.append("finish")
@@ -112,14 +112,17 @@ def test_an_engine_falls_asleep_once_and_not_while_it_samples(policies, monkeypa
     sampler.sleep()
     sampler.sleep()
     sampler.wake()
-    assert engine.calls == ["sleep 1", "wake"]
+    before = ["sleep 1", "wake weights kv_cache"]
+    assert engine.calls == before
     sampler._sampled["advance-0"] = (0, REQUESTS[0])  # as between two calls of `advance`
     sampler.sleep()
     sampler.wake()
-    assert engine.calls == ["sleep 1", "wake"]
+    assert engine.calls == before
     sampler.generate(REQUESTS, SamplingConfig(max_tokens=1))
-    sampler.sleep()
-    assert engine.calls == ["sleep 1", "wake", "abort", "generate", "sleep 1"]
+    sampler.sleep(keep_weights=False)
+    for kv_cache in (False, False, True, True):
+        sampler.wake(kv_cache=kv_cache)
+    assert engine.calls == [*before, "abort", "generate", "sleep 2", "wake weights", "wake kv_cache"]
 
 
 def test_adapters_of_a_policy_that_the_engine_does_not_have_are_refused(policies, monkeypatch):
