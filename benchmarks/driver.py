@@ -5,13 +5,12 @@ lengths, the log of rollouts, the sequences to measure and their log-probs and v
 and one update of policy and value model.
 
     python -m benchmarks.driver --answers 1024 --tokens 4096
-    python -m benchmarks.driver --before v0.1.0     # the same on a revision since columns, in the same run
+    python -m benchmarks.driver --before HEAD~1     # the same on an earlier revision whose steps are flat arrays, in the same run
 """
 
 import argparse
 import ctypes
 import gc
-import importlib.util
 import json
 import os
 import subprocess
@@ -29,11 +28,6 @@ KL = 0.05
 IDLE, IDLE_S = "an idle driver, in the same time", 5.0
 WORKERS, WALL = "the workers' CPU, with the making of noise", "seconds on the clock"
 Figures = dict[str, tuple[float, float]]  # microseconds and bytes a token of each part
-
-
-def is_flat() -> bool:
-    """True if a step is flat arrays in this revision, and not one object for each sequence."""
-    return importlib.util.find_spec("rlhf_core.sequences") is not None
 
 
 def anonymous() -> int:
@@ -66,22 +60,9 @@ class Clock:
         self._last = now
 
 
-def open_samples(samples: Any) -> Any:
-    """Return the samples as a worker reads them."""
-    if not is_flat():
-        from rlhf_core.runtime.pieces import opened  # type: ignore[import-not-found,import-untyped]
-
-        return opened(samples)
-    from rlhf_core.runtime.train_worker import open_here
-
-    return open_here(samples).copy()
-
-
 def count_numbers(samples: Any) -> float:
     """Return how many numbers per token there are, after a look at each."""
-    if is_flat():
-        return float(sum(map(len, (samples.token_ids, samples.loss_mask, *samples.fields.values()))))
-    return float(sum(len(getattr(one, name)) for one in samples for name in one.__dataclass_fields__))
+    return float(sum(map(len, (samples.token_ids, samples.loss_mask, *samples.fields.values()))))
 
 
 class Noise:
@@ -90,6 +71,7 @@ class Noise:
     def generate(self, requests: Any, sampling: Any) -> Any:
         import numpy as np
 
+        from rlhf_core.runtime.packed_completions import pack
         from rlhf_core.types import Column, Completion, SamplingRequest
 
         made = []
@@ -99,21 +81,15 @@ class Noise:
             ids = Column("i", dice.integers(0, VOCABULARY, length, dtype=np.int32))
             logprobs: Column[float] = Column("f", -dice.random(length, dtype=np.float32))
             made.append(Completion(ids, logprobs, "x", "stop", 0, one.seed))
-        if not is_flat():
-            return made
-        from rlhf_core.runtime.packed_completions import pack
-
         return pack(made)
 
     def logprobs(self, lease: str, samples: Any, **keywords: Any) -> Any:
         import numpy as np
 
-        from rlhf_core.types import Column
+        from rlhf_core.runtime.train_worker import open_here
 
         dice = np.random.default_rng(len(samples))
-        if is_flat():
-            return -dice.random(len(open_samples(samples).token_ids), dtype=np.float32)
-        return [Column("f", -dice.random(len(one.token_ids), dtype=np.float32)) for one in samples]
+        return -dice.random(len(open_here(samples).copy().token_ids), dtype=np.float32)
 
     def values(self, lease: str, samples: Any) -> Any:
         return self.logprobs(lease, samples)
@@ -124,7 +100,9 @@ class Noise:
         return function(*map(open_here, arguments))
 
     def forward_backward(self, lease: str, samples: Any, objective: Any, denominators: Any) -> dict[str, float]:
-        return {"read": count_numbers(open_samples(samples))}
+        from rlhf_core.runtime.train_worker import open_here
+
+        return {"read": count_numbers(open_here(samples).copy())}
 
     def cpu(self) -> float:
         return time.process_time()
@@ -150,24 +128,10 @@ def walk(answers: int, tokens: int) -> Figures:
     from rlhf_core.runtime.worker_group import WorkerGroup
 
     torch.set_num_threads(1)
-    worker: Any = Noise
-    apart: Any = _here
     connect(RANKS)
     groups: list[WorkerGroup] = []
-    if not is_flat():  # workers leave columns with Ray
-        from rlhf_core.rows import holds  # type: ignore[import-not-found,import-untyped]
-        from rlhf_core.runtime.pieces import Leaves, packed  # type: ignore[import-not-found,import-untyped]
-
-        worker = type("LeavingNoise", (Leaves, Noise), {})
-
-        def apart(function: Any, /, *arguments: Any, **keywords: Any) -> Any:
-            if not holds(arguments):
-                return function(*arguments, **keywords)
-            group: Any = groups[1]
-            return group.call_first("policy", "apart", function, packed((arguments, keywords)))
-
     for kind, error in (("sampler", SamplingError), ("trainer", TrainingError)):
-        actors = [ray.remote(worker).options(num_cpus=0).remote() for _ in range(RANKS)]
+        actors = [ray.remote(Noise).options(num_cpus=0).remote() for _ in range(RANKS)]
         groups.append(WorkerGroup(kind, actors, error, timeout_s=600.0, log_folder="", ray_lost=str))
         groups[-1].call("any", "pid")
     sampler = RaySampler(groups[0], transfer="", tensor_parallel=1)
@@ -175,7 +139,7 @@ def walk(answers: int, tokens: int) -> Figures:
 
     def walked(*size: Any) -> Clock:
         with tempfile.TemporaryDirectory() as folder:  # removing it takes 2 ns a token
-            return step(Path(folder), sampler, trainer, apart, *size)
+            return step(Path(folder), sampler, trainer, *size)
 
     for size in ((16, 64), (64, 8192)):  # the first step of a kind imports
         walked(*size, "seconds")
@@ -197,11 +161,7 @@ def walk(answers: int, tokens: int) -> Figures:
     return {part: (1e6 * seconds, held.get(part, 0.0)) for part, seconds in clock.parts.items()}
 
 
-def _here(function: Any, *arguments: Any, **keywords: Any) -> Any:
-    return function(*arguments, **keywords)
-
-
-def step(folder: Path, sampler: Any, trainer: Any, apart: Any, answers: int, tokens: int, measured: str) -> Clock:
+def step(folder: Path, sampler: Any, trainer: Any, answers: int, tokens: int, measured: str) -> Clock:
     """Make a step as `stages/ppo/run.py` does, with its log in `folder`; return the clock with the figures of its parts."""
     import numpy as np
 
@@ -219,18 +179,13 @@ def step(folder: Path, sampler: Any, trainer: Any, apart: Any, answers: int, tok
     rollouts: Any = [
         Rollout(prompts[at // 8], requests[at].prompt_ids, one, float(at % 3), {}) for at, one in enumerate(completions)
     ]
-    if not is_flat():
-        from rlhf_core.rows import Shared  # type: ignore[import-not-found,import-untyped]
-
-        rollouts = Shared(rollouts)
     del completions
     clock.ended("receive the answers")
     log = RolloutLog(folder)
-    apart(log.write, 0, rollouts, {}, policy="p")
-    if is_flat():
-        log.wait()  # it is written in a thread of the driver while models measure
+    log.write(0, rollouts, {}, policy="p")
+    log.wait()  # it is written in a thread of the driver while models measure
     clock.ended("write the log of rollouts")
-    read = (update_flat if is_flat() else update_rows)(rollouts, trainer, apart, clock)
+    read = update(rollouts, trainer, clock)
     whole = sum(len(one.prompt_ids) + len(one.completion.token_ids) for one in rollouts)
     assert read == [6.0 * whole, 4.0 * whole]
     return clock
@@ -247,7 +202,7 @@ def ppo_config() -> Any:
     return PPOConfig(samples_per_prompt=1, advantage={"type": "gae"}, kl={"in": "reward", "coef": KL})
 
 
-def update_flat(rollouts: Any, trainer: Any, apart: Any, clock: Clock) -> list[float]:
+def update(rollouts: Any, trainer: Any, clock: Clock) -> list[float]:
     """Measure and train on a step of flat arrays; return how many numbers per token each worker has read."""
     from dataclasses import replace
 
@@ -275,35 +230,6 @@ def update_flat(rollouts: Any, trainer: Any, apart: Any, clock: Clock) -> list[f
     read = [trainer.forward_backward(part, one)["read"] for part, one in zip(parts, objectives(), strict=True)]
     clock.ended(SEND)
     return read
-
-
-def update_rows(rollouts: Any, trainer: Any, apart: Any, clock: Clock) -> list[float]:
-    """`update_flat` of a revision with one object for each sequence."""
-    from rlhf_core import types
-    from rlhf_core.training import experience
-
-    made: Any = experience
-    old_types: Any = types
-    samples = apart(old_types.token_samples, rollouts)
-    clock.ended("rows to measure")
-    old, ref = (trainer.logprobs(samples, temperature=1.0) for _ in range(2))
-    measured = made.Experience(rollouts, samples, old, ref, trainer.values(samples))
-    clock.ended(MEASURE)
-    rows = apart(rows_to_train, measured)
-    clock.ended(ESTIMATE)
-    read = [trainer.forward_backward(each, one)["read"] for each, one in zip(rows, objectives(), strict=True)]
-    clock.ended(SEND)
-    return read
-
-
-def rows_to_train(measured: Any) -> Any:
-    """Return the rows of policy and value model."""
-    from rlhf_core.training import experience
-
-    made: Any = experience
-    weights = dict.fromkeys((one.prompt.source for one in measured.rollouts), 0.0)
-    settings: Any = {"function": None, "turn_weights": weights, "greedy": (), "kl_coef": KL, "seed": 0}
-    return made.rows_to_train(measured, ppo_config(), **settings)[:2]
 
 
 def objectives() -> Any:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import arms, instructions, methods, online_rounds, over_optimization
+from benchmarks import arms, methods, over_optimization
 from benchmarks.seeds import add_first, keep, latest, read, seeds_parser
 from pipelines.cli.main import main as command
 
@@ -31,7 +31,7 @@ def test_the_options_have_the_defaults_of_the_profiles() -> None:
     assert (options.seeds, options.first, options.overrides, options.print_only) == (3, 17, [], False)
 
 
-@pytest.mark.parametrize("benchmark", [arms, instructions, methods, online_rounds, over_optimization])
+@pytest.mark.parametrize("benchmark", [arms, methods, over_optimization])
 def test_the_benchmarks_print_what_is_there_and_train_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], benchmark: object
 ) -> None:
