@@ -219,17 +219,11 @@ class Silent:
     def failed(self, label: str, error: BaseException) -> None: ...
 
 
-class Tally:
-    """A `Listener` that keeps the decision and the metrics of every finished stage, and passes everything on."""
+class PassingListener:
+    """A `Listener` that passes all events on to another one."""
 
     def __init__(self, inner: Listener) -> None:
         self.inner = inner
-        self.decisions: dict[str, Decision] = {}
-        self.metrics_of: dict[str, dict[str, float]] = {}
-
-    def those(self, *, hits: bool) -> tuple[str, ...]:
-        """Return the labels of the finished stages that were taken from the store, or of those that were computed."""
-        return tuple(label for label, found in self.decisions.items() if (found.action in ("HIT", "ATTACH")) is hits)
 
     def planned(self, label: str, decision: Decision) -> None:
         self.inner.planned(label, decision)
@@ -244,12 +238,28 @@ class Tally:
         self.inner.metrics(label, step, values)
 
     def finished(self, label: str, decision: Decision, metrics: Mapping[str, float], seconds: float) -> None:
-        self.decisions[label] = decision
-        self.metrics_of[label] = dict(metrics)
         self.inner.finished(label, decision, metrics, seconds)
 
     def failed(self, label: str, error: BaseException) -> None:
         self.inner.failed(label, error)
+
+
+class Tally(PassingListener):
+    """A `Listener` that keeps the decision and the metrics of every finished stage, and passes everything on."""
+
+    def __init__(self, inner: Listener) -> None:
+        super().__init__(inner)
+        self.decisions: dict[str, Decision] = {}
+        self.metrics_of: dict[str, dict[str, float]] = {}
+
+    def those(self, *, hits: bool) -> tuple[str, ...]:
+        """Return the labels of the finished stages that were taken from the store, or of those that were computed."""
+        return tuple(label for label, found in self.decisions.items() if (found.action in ("HIT", "ATTACH")) is hits)
+
+    def finished(self, label: str, decision: Decision, metrics: Mapping[str, float], seconds: float) -> None:
+        self.decisions[label] = decision
+        self.metrics_of[label] = dict(metrics)
+        super().finished(label, decision, metrics, seconds)
 
 
 # ---------------------------------------------------------------- executor

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from pipelines.flows.checks import REGISTERED, STORED
-from pipelines.flows.graph import FindOutside
+from pipelines.flows.graph import FindOutside, RunGroup, RunStage, Stages, ungrouped
 from pipelines.flows.inputs import Opponents, find_artifact, parts
 from pipelines.flows.profile import PipelineConfig
 from pipelines.flows.run_rules import OPPOSITE, GateConfig
@@ -94,6 +94,19 @@ class Gatekeeper:
     """Labels of the stages that were not run."""
     _held: dict[str, Verdict] = field(default_factory=dict)
     """Uri of an artifact that is held back -> the verdict."""
+
+    def stages(self, config: PipelineConfig, run_stage: RunStage, *, group: RunGroup = ungrouped) -> Stages:
+        """Return the stages of the profile, run by `run_stage`, with what they find in the store and the registry."""
+        return Stages(
+            run_stage,
+            config.seed,
+            config.runtime,
+            champion_of(config.publish, self.store),
+            decisions=self.notes,
+            group=group,
+            outside=outside_of(config, self.store),
+            prompts=prompts_of(self.store),
+        )
 
     def judge(self, spec: StageSpec, ref: ArtifactRef, metrics: Mapping[str, float]) -> list[Verdict]:
         """Judge the gates after a stage that has this artifact and these metrics; return the verdicts.
@@ -256,17 +269,12 @@ def numbers(value: Any, path: str = "") -> Iterator[tuple[str, float]]:
 # ---------------------------------------------------------------- champion
 
 
-def champion_of(config: PipelineConfig, store: ArtifactStore) -> Opponents | None:
+def champion_of(publish: PublishConfig | None, store: ArtifactStore) -> Opponents | None:
     """Return the champion that `[publish.challenge]` compares with; None without that section or without a champion.
 
     Raises ConfigError if the champion's weights are not in this store, TrackingError if the registry does not answer.
     """
-    return None if config.publish is None else champion_for(config.publish, store)
-
-
-def champion_for(publish: PublishConfig, store: ArtifactStore) -> Opponents | None:
-    """Return the champion that the challenge of this section compares with, as `champion_of`."""
-    if publish.challenge is None:
+    if publish is None or publish.challenge is None:
         return None
     from rlhf_core.tracking.champions import champion_digests  # MLflow's parts, which most plans do without
 

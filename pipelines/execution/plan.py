@@ -9,11 +9,11 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from pipelines.execution.budget import check_comparisons
-from pipelines.execution.gates import Gatekeeper, champion_of, outside_of, prompts_of
+from pipelines.execution.gates import Gatekeeper
 from pipelines.execution.packages import check_packages
 from pipelines.execution.reward_arguments import check_rewards
 from pipelines.flows.full import lifecycle
-from pipelines.flows.graph import Stages
+from pipelines.flows.graph import RunStage, Stages
 from pipelines.flows.nodes import PARTS
 from pipelines.flows.profile import PipelineConfig
 from rlhf_core.config.monitors import is_named, remedy_of
@@ -54,6 +54,26 @@ class ReachedUntil(BaseException):
     """Raised to end a pipeline after the stage that `until` names; not an error."""
 
 
+@dataclass(frozen=True)
+class UntilStage:
+    """A `RunStage` that ends the pipeline after the stage called `until`."""
+
+    run_stage: RunStage
+    until: str
+
+    def __call__(self, spec: StageSpec, kind: type[R]) -> R:
+        ref = self.run_stage(spec, kind)
+        if spec.label == self.until:
+            raise ReachedUntil
+        return ref
+
+
+def run_until(config: PipelineConfig, pipeline: Pipeline, stages: Stages, until: str) -> None:
+    """Run a pipeline up to the stage `until`; if empty, all of it."""
+    with suppress(ReachedUntil):
+        pipeline(config, replace(stages, run_stage=UntilStage(stages.run_stage, until)))
+
+
 def plan(
     config: PipelineConfig,
     store: ArtifactStore,
@@ -71,21 +91,10 @@ def plan(
     stages would run on other machines than `here`.
     """
     gates = Gatekeeper(config.gates, store, config.name)
-    planner = Planner(store, config.name, until=until, force=frozenset(force), strict=strict, gates=gates)
-    champion = champion_of(config, store)
-    with store.shared.snapshot(), remembered_code(), suppress(ReachedUntil):
-        pipeline(
-            config,
-            Stages(
-                planner,
-                seed=config.seed,
-                runtime=config.runtime,
-                champion=champion,
-                decisions=gates.notes,
-                outside=outside_of(config, store),
-                prompts=prompts_of(store),
-            ),
-        )
+    planner = Planner(store, config.name, force=frozenset(force), strict=strict, gates=gates)
+    stages = gates.stages(config, planner)
+    with store.shared.snapshot(), remembered_code():
+        run_until(config, pipeline, stages, until)
     check_labels(planner.stages, {"--until": [until] if until else [], "--force": force})
     check_gates(config, pipeline, {stage.label: stage.spec for stage in planner.stages}, until=until)
     specs = [stage.spec for stage in planner.stages]
@@ -203,12 +212,10 @@ def all_specs(
 
     def note(spec: StageSpec, kind: type[R]) -> R:
         specs[spec.label] = spec
-        if spec.label == until:
-            raise ReachedUntil
         return expect(made[spec.label], kind, spec.label) if spec.label in made else placeholder(spec, kind)
 
-    with suppress(ReachedUntil):
-        pipeline(config, Stages(note, seed=config.seed, runtime=config.runtime, outside=stand_in))
+    stages = Stages(note, seed=config.seed, runtime=config.runtime, outside=stand_in)
+    run_until(config, pipeline, stages, until)
     return specs
 
 
@@ -224,19 +231,13 @@ class Planner:
     store: ArtifactStore
     pipeline: str = ""
     """Name of the profile, whose earlier stages a decision is compared with."""
-    until: str = ""
     force: frozenset[str] = frozenset()
     strict: Strictness = Strictness()
     gates: Gatekeeper | None = None
     stages: list[PlannedStage] = field(default_factory=list)
 
     def __call__(self, spec: StageSpec, kind: type[R]) -> R:
-        ref = self._planned(replace(spec, pipeline=self.pipeline), kind)
-        if spec.label == self.until:
-            raise ReachedUntil
-        return ref
-
-    def _planned(self, spec: StageSpec, kind: type[R]) -> R:
+        spec = replace(spec, pipeline=self.pipeline)
         verdict = None if self.gates is None else self.gates.hold(spec)
         if self.gates is not None and verdict is not None:
             self.stages.append(PlannedStage(spec.label, spec, Decision("BLOCKED", str(verdict), "", None)))

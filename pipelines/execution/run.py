@@ -25,11 +25,11 @@ from pipelines.execution.executor import (
     find_result,
     status_of,
 )
-from pipelines.execution.gates import Gatekeeper, StageHeld, champion_of, commands, outside_of, prompts_of
-from pipelines.execution.plan import HELD, Pipeline, PlannedStage, ReachedUntil, all_specs, placeholder
+from pipelines.execution.gates import Gatekeeper, StageHeld, commands
+from pipelines.execution.plan import HELD, Pipeline, PlannedStage, all_specs, placeholder, run_until
 from pipelines.execution.record import record_results
 from pipelines.execution.summary import headline, run_name
-from pipelines.flows.graph import RunGroup, RunStage, Stages, ungrouped
+from pipelines.flows.graph import RunGroup, RunStage, ungrouped
 from pipelines.flows.profile import PipelineConfig, profile_digest
 from pipelines.flows.run_rules import Event, NotifyConfig
 from pipelines.services.run_notes import COMPLETED, RunNote
@@ -305,20 +305,6 @@ def billed(spec: StageSpec, config: PipelineConfig) -> StageSpec:
     return replace(spec, pipeline=config.name, project=config.project.name, cpus=cpus, gpus=gpus)
 
 
-@dataclass(frozen=True)
-class UntilStage:
-    """A `RunStage` that ends the pipeline after the stage called `until`."""
-
-    run_stage: RunStage
-    until: str
-
-    def __call__(self, spec: StageSpec, kind: type[R]) -> R:
-        ref = self.run_stage(spec, kind)
-        if spec.label == self.until:
-            raise ReachedUntil
-        return ref
-
-
 def run_stages(
     run: PipelineRun,
     pipeline: Pipeline,
@@ -343,20 +329,8 @@ def run_stages(
     run.links = {**tags, **({"mlflow.url": run.page} if run.page.startswith("http") else {})}
     ended: BaseException | None = None
     try:
-        limited = UntilStage(GatedStages(run, run_stage, pipeline), options.until)
-        champion = champion_of(config, run.context.store)
-        with suppress(ReachedUntil):
-            stages = Stages(
-                limited,
-                config.seed,
-                config.runtime,
-                champion,
-                decisions=run.gates.notes,
-                group=group,
-                outside=outside_of(config, run.context.store),
-                prompts=prompts_of(run.context.store),
-            )
-            pipeline(config, stages)
+        stages = run.gates.stages(config, GatedStages(run, run_stage, pipeline), group=group)
+        run_until(config, pipeline, stages, options.until)
         run.gates.check()
         if not options.until:
             run.budget.close()

@@ -116,10 +116,10 @@ def stage_parameters(profile: PipelineConfig) -> dict[str, tuple[Flow[..., Any],
             left_out = set(type(config).model_fields) - known
             form = {"config": _plain(config, left_out), "settings": settings}
             parameters[_dashed(stage.name)] = (stage_flows.STAGE_FLOWS[stage.name], form)
-    for flow in (stage_flows.rejection_sampling, stage_flows.conditional_sft, stage_flows.iterative_dpo):
-        config = section_of(profile, flow.fn.__name__)
+    for name, flow in stage_flows.GROUP_FLOWS.items():
+        config = section_of(profile, name)
         if config is not None:
-            parameters[_dashed(flow.fn.__name__)] = (flow, {"config": _plain(config), "settings": settings})
+            parameters[_dashed(name)] = (flow, {"config": _plain(config), "settings": settings})
     return parameters
 
 

@@ -6,13 +6,13 @@ pipeline, so each finds the other's results.
 
 from collections.abc import Callable, Mapping
 from inspect import Parameter, Signature
-from typing import Any, TypeVar
+from typing import Any
 
 from prefect import Flow, flow
 from pydantic import Field
 
 from pipelines.execution.executor import RunOptions
-from pipelines.execution.gates import champion_for
+from pipelines.execution.gates import champion_of
 from pipelines.execution.opening import store_of
 from pipelines.flows.full import artifact, run_nodes
 from pipelines.flows.graph import GivenInput, Stages
@@ -27,13 +27,12 @@ from rlhf_core.by_path import is_path
 from rlhf_core.config.runtime import RuntimeConfig
 from rlhf_core.schema.base import Config
 from rlhf_core.secrets.redaction import hide_in_logs
+from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import ArtifactRef, ModelRef, PolicyRef, PromptsRef
-from stages.declaration import Stage
+from stages.declaration import Input, Stage
 from stages.prepare_data import PrepareDataConfig
 from stages.publish import PublishConfig
 from stages.table import STAGES
-
-R = TypeVar("R", bound=ArtifactRef)
 
 
 class Settings(Config):
@@ -61,21 +60,28 @@ def stage_flow(stage: Stage[..., Any]) -> Flow[..., dict[str, str]]:
         form.apply_defaults()
         config, settings, *_ = form.arguments.values()
 
-        def body(stages: Stages, find: Find) -> ArtifactRef:
-            inputs = {name: find.input(stage, name, form.arguments[name]) for name in stage.inputs_read(config)}
+        def body(stages: Stages, store: ArtifactStore) -> ArtifactRef:
+            read = {name: stage.inputs[name] for name in stage.inputs_read(config)}
+            inputs = {name: find_input(store, row, form.arguments[name]) for name, row in read.items()}
             if isinstance(config, PublishConfig) and inputs["champion"] is None:
-                inputs["champion"] = find.champion(config, inputs["policy"])
+                policy, champion = inputs["policy"], champion_of(config, store)  # as the pipelines do
+                inputs["champion"] = champion.of(policy) if champion and isinstance(policy, PolicyRef) else None
             return stages.run(stage, stage.name, config, **inputs)
 
         return _run(settings, stage.name, body)
 
-    # Prefect builds the form and validates its values from the signature, and finds the flow by its name.
-    alone.__name__ = alone.__qualname__ = stage.name
-    alone.__doc__ = stage.about
+    # Prefect builds the form and validates its values from the signature.
     alone.__dict__["__signature__"] = signature
     alone.__annotations__ = {name: one.annotation for name, one in signature.parameters.items()}
     alone.__annotations__["return"] = signature.return_annotation
-    return flow(name=FLOW_NAME, flow_run_name=stage.name, persist_result=False)(alone)
+    return named_flow(alone, stage.name, stage.about)
+
+
+def named_flow(function: Callable[..., dict[str, str]], name: str, about: str) -> Flow[..., dict[str, str]]:
+    """Return the flow of a function. Prefect finds it in this module by its name."""
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = about
+    return flow(name=FLOW_NAME, flow_run_name=name, persist_result=False)(function)
 
 
 def form_signature(stage: Stage[..., Any]) -> Signature:
@@ -102,92 +108,44 @@ def form_signature(stage: Stage[..., Any]) -> Signature:
 # ---------------------------------------------------------------- several stages
 
 
-@flow(name=FLOW_NAME, flow_run_name="rejection_sampling", persist_result=False)
-def rejection_sampling(
-    config: RejectionSamplingConfig,
-    settings: Settings,
-    policy: str = "sft",
-    prompts: str = "prepare_data.prompts",
-    reward_models: dict[str, str] = {"reward_model": "reward_model"},  # noqa: B006
-) -> dict[str, str]:
-    """Sample and score answers, keep the best, and fine-tune on them."""
+def group_flow(name: str, options: type[Config], last: str, about: str) -> Flow[..., dict[str, str]]:
+    """Return the flow of a group of stages, of which `last` is forced; its form has a field for every input."""
 
-    return _run_group("rejection_sampling", config, settings, "rejection_sampling/sft", policy, prompts, reward_models)
+    def alone(
+        config: Any,
+        settings: Settings,
+        policy: str = "sft",
+        prompts: str = "prepare_data.prompts",
+        reward_models: dict[str, str] = {"reward_model": "reward_model"},  # noqa: B006
+    ) -> dict[str, str]:
+        models: dict[str, str] = {model: model for model in reward_models}
+        inputs: dict[str, Names] = {"policy": "policy", "prompts": "prompts", "reward_models": models}
 
+        def body(stages: Stages, store: ArtifactStore) -> PolicyRef:
+            named = {"policy": (PolicyRef, policy), "prompts": (PromptsRef, prompts)}
+            named |= {model: (ModelRef, one) for model, one in reward_models.items()}
+            given = {name: find_artifact(store, kind, one) for name, (kind, one) in named.items()}
+            return artifact(name, PolicyRef, run_nodes(expand(Node(name, name, config, inputs)), stages, given))
 
-@flow(name=FLOW_NAME, flow_run_name="conditional_sft", persist_result=False)
-def conditional_sft(
-    config: ConditionalSFTConfig,
-    settings: Settings,
-    policy: str = "sft",
-    prompts: str = "prepare_data.prompts",
-    reward_models: dict[str, str] = {"reward_model": "reward_model"},  # noqa: B006
-) -> dict[str, str]:
-    """Sample and score answers, add the score to each prompt, and fine-tune on all of them."""
+        return _run(settings, f"{name}/{last}", body)
 
-    return _run_group("conditional_sft", config, settings, "conditional_sft/sft", policy, prompts, reward_models)
-
-
-@flow(name=FLOW_NAME, flow_run_name="iterative_dpo", persist_result=False)
-def iterative_dpo(
-    config: IterativeDPOConfig,
-    settings: Settings,
-    policy: str = "sft",
-    prompts: str = "prepare_data.prompts",
-    reward_models: dict[str, str] = {"reward_model": "reward_model"},  # noqa: B006
-) -> dict[str, str]:
-    """Run rounds of generate, score, pair, dpo. `policy` replaces `config.start_from`."""
-
-    return _run_group("iterative_dpo", config, settings, "iterative_dpo/round_1/dpo", policy, prompts, reward_models)
+    alone.__annotations__ = {**alone.__annotations__, "config": options}
+    return named_flow(alone, name, about)
 
 
 # ---------------------------------------------------------------- shared helpers
 
 
-class Find:
-    """A lookup of inputs by their kind and the name that the user gave."""
-
-    def __init__(self, store: Any) -> None:
-        self._store = store
-
-    def __call__(self, kind: type[R], name: str) -> R:
-        return find_artifact(self._store, kind, name)
-
-    def input(self, stage: Stage[..., Any], name: str, named: str | Mapping[str, str]) -> GivenInput:
-        """Return the input that the form names for `name` of a stage; None for an optional input without a name."""
-        row = stage.inputs[name]
-        if row.optional and not named:
-            return None
-        return self(row.kind, named) if isinstance(named, str) else self.all(row.kind, named)
-
-    def champion(self, config: PublishConfig, policy: GivenInput) -> PolicyRef | None:
-        """Return the champion that the policy has to beat if the configuration has a challenge, as the pipelines do."""
-        found = champion_for(config, self._store)
-        return found.of(policy) if found is not None and isinstance(policy, PolicyRef) else None
-
-    def all(self, kind: type[R], names: Mapping[str, str]) -> dict[str, R]:
-        """Return the artifacts for a table of names, under the same keys."""
-        return {key: self(kind, name) for key, name in names.items()}
+def find_input(store: ArtifactStore, row: Input, named: str | Mapping[str, str]) -> GivenInput:
+    """Return the input that the form names; None for an optional input without a name."""
+    if row.optional and not named:
+        return None
+    if isinstance(named, str):
+        return find_artifact(store, row.kind, named)
+    return {key: find_artifact(store, row.kind, name) for key, name in named.items()}
 
 
-def _run_group(
-    name: str, config: Config, settings: Settings, label: str, policy: str, prompts: str, models: Mapping[str, str]
-) -> dict[str, str]:
-    """Run the nodes of a group on artifacts that the form names."""
-
-    def body(stages: Stages, find: Find) -> PolicyRef:
-        given = {"policy": find(PolicyRef, policy), "prompts": find(PromptsRef, prompts), **find.all(ModelRef, models)}
-        inputs: dict[str, Names] = {
-            "policy": "policy",
-            "prompts": "prompts",
-            "reward_models": {model: model for model in models},
-        }
-        return artifact(name, PolicyRef, run_nodes(expand(Node(name, name, config, inputs)), stages, given))
-
-    return _run(settings, label, body)
-
-
-def _run(settings: Settings, label: str, body: Callable[[Stages, Find], ArtifactRef]) -> dict[str, str]:
+def _run(settings: Settings, label: str, body: Callable[[Stages, ArtifactStore], ArtifactRef]) -> dict[str, str]:
     hide_in_logs()
     config = PipelineConfig(
         name=settings.name,
@@ -196,14 +154,38 @@ def _run(settings: Settings, label: str, body: Callable[[Stages, Find], Artifact
         runtime=settings.runtime,
         prepare_data=PrepareDataConfig(),
     )
-    find = Find(store_of(config, Home.here()))
+    store = store_of(config, Home.here())
 
     def pipeline(_: PipelineConfig, stages: Stages) -> ArtifactRef:
-        return body(stages, find)
+        return body(stages, store)
 
     return run_served(config, pipeline, RunOptions(force=(label,) if settings.force else ()))
 
 
 STAGE_FLOWS = {name: stage_flow(stage) for name, stage in STAGES.items() if not is_path(name)}
 """Name of a stage of ours -> its flow."""
-globals().update(STAGE_FLOWS)  # Prefect finds a flow by its name in this module
+GROUP_FLOWS = {
+    name: group_flow(name, options, last, about)
+    for name, options, last, about in (
+        (
+            "rejection_sampling",
+            RejectionSamplingConfig,
+            "sft",
+            "Sample and score answers, keep the best, and fine-tune on them.",
+        ),
+        (
+            "conditional_sft",
+            ConditionalSFTConfig,
+            "sft",
+            "Sample and score answers, add the score to each prompt, and fine-tune on all of them.",
+        ),
+        (
+            "iterative_dpo",
+            IterativeDPOConfig,
+            "round_1/dpo",
+            "Run rounds of generate, score, pair, dpo. `policy` replaces `config.start_from`.",
+        ),
+    )
+}
+"""Name of a group of stages -> its flow."""
+globals().update(STAGE_FLOWS | GROUP_FLOWS)  # Prefect finds a flow by its name in this module

@@ -7,6 +7,8 @@ from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoModelForCausalLM
+
 from rlhf_core.data.chat import UNLIMITED, ChatTemplate
 from rlhf_core.data.limits import parts
 from rlhf_core.data.tables import (
@@ -26,6 +28,8 @@ from rlhf_core.data.tables import (
     write_steps,
 )
 from rlhf_core.errors import DataError
+from rlhf_core.models.loading import export_model
+from rlhf_core.pretrained import load_tokenizer
 from rlhf_core.schema.base import Config
 from rlhf_core.stage.context import StageContext
 from rlhf_core.store.layout import write_json
@@ -59,6 +63,8 @@ class RowsConfig(Config):
     """Most training rows, and prompts to train on, of a source."""
     asked: int = 3
     """Most held-out rows and prompts of a source."""
+    unused_tokens: bool = True
+    """Whether the model keeps the weights of tokens that its tokenizer lacks. A model from nothing has many."""
 
 
 def run(
@@ -69,7 +75,10 @@ def run(
 ) -> PreparedDataRef:
     """Write the rows and the base model, and the most tokens of prompt and row of each whole table."""
     assert data.base is not None
-    shutil.copytree(context.path(data.base), context.out / "base")
+    if config.unused_tokens:
+        shutil.copytree(context.path(data.base), context.out / "base")
+    else:
+        write_used_tokens(context.path(data.base), context.out / "base")
     chat = ChatTemplate.load(context.out / "base")
     children: dict[str, tuple[str, type[ArtifactRef]]] = {"base": ("base", PolicyRef)}
     lengths: dict[str, dict[str, Any]] = {}
@@ -100,6 +109,13 @@ def run(
             write_prompts(context.out / name, few(rows, most))
     write_json(context.out / LENGTHS, lengths)
     return context.commit(PreparedDataRef, children=children)
+
+
+def write_used_tokens(source: Path, target: Path) -> None:
+    """Write the model in `source` with a row of its embeddings for each token of its tokenizer."""
+    model = AutoModelForCausalLM.from_pretrained(source)
+    model.resize_token_embeddings(len(load_tokenizer(source)))
+    export_model(model, target, tokenizer_from=source)
 
 
 def copy_feedback(

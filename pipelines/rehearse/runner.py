@@ -33,7 +33,7 @@ from pipelines.rehearse.models import write_tiny_policy, write_tiny_reward_model
 from pipelines.rehearse.probes import WrittenAnswers, probe_rewards
 from pipelines.rehearse.problems import NodeResult, Rehearsal
 from pipelines.rehearse.servers import Servers, silent_engines
-from rlhf_core.config.models import PretrainedModel
+from rlhf_core.config.models import InitModel, PretrainedModel
 from rlhf_core.config.runtime import VllmServerSamplerConfig
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.tables import (
@@ -294,7 +294,7 @@ class RehearsalRun:
             module=module,
             version=1,
             code="warn",
-            config=rows.RowsConfig(),
+            config=rows.RowsConfig(unused_tokens=not isinstance(spec.config.model, InitModel)),  # type: ignore[attr-defined]
             inputs={"data": data},
             seed=spec.seed,
             label=f"{spec.label}/rows",

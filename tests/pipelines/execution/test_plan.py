@@ -83,7 +83,7 @@ def test_the_planner_is_the_only_difference_between_a_plan_and_a_run(tmp_path):
     seen = []
 
     def pipeline(config: object, stages: Stages) -> None:
-        seen.append(type(stages.run_stage).__name__)
+        seen.append(type(stages.run_stage.run_stage).__name__)
 
     plan(load_profile(write_mini(tmp_path)), ArtifactStore(tmp_path / "store"), pipeline=pipeline)
     assert seen == ["Planner"]

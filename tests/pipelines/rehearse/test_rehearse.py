@@ -7,18 +7,21 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from pipelines.cli.main import main
 from pipelines.flows.full import graph
 from pipelines.flows.profile import load_profile, parse, profile_names
 from pipelines.rehearse import problems
 from pipelines.rehearse.cut import cut_profile, exported_names
-from pipelines.rehearse.rows import few
+from pipelines.rehearse.rows import few, write_used_tokens
 from pipelines.rehearse.runner import rehearse
 from pipelines.rehearse.servers import Servers, silent_engines
 from rlhf_core.config.models import InitModel
 from rlhf_core.config.rewards import JudgeReward
 from rlhf_core.models.initialize import initialize_llama, train_tokenizer
+from rlhf_core.pretrained import load_tokenizer
 from rlhf_core.types import Message, Prompt
 from tests.support.chat_server import ChatServer
 
@@ -252,6 +255,17 @@ def test_the_long_row_and_one_of_each_source_are_kept():
     # Rows of 1 to 6 signs: the longest of all comes first, then the sources in turn.
     rows = [Prompt(str(at), (Message("user", "a" * at),), "", "xy"[at % 2]) for at in range(1, 7)]
     assert [row.id for row in few(rows, 2)] == ["6", "1", "2", "3"]
+
+
+def test_a_model_from_nothing_keeps_the_weights_of_its_tokens(tmp_path):
+    model = InitModel(vocab_size=5000, hidden_size=64, layers=1, heads=2, kv_heads=2, max_positions=64)
+    train_tokenizer(["two and two"], vocab_size=5000, folder=tmp_path / "whole")
+    initialize_llama(model, tmp_path / "whole", seed=1)
+    write_used_tokens(tmp_path / "whole", tmp_path / "used")
+    whole, used = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("whole", "used"))
+    tokens = len(load_tokenizer(tmp_path / "used"))
+    assert (whole.vocab_size, used.vocab_size) == (5000, tokens)
+    assert torch.equal(used.get_input_embeddings().weight, whole.get_input_embeddings().weight[:tokens])
 
 
 def test_a_server_of_a_sampler_that_accepts_no_connection_is_named():
