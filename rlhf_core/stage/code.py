@@ -122,7 +122,6 @@ class _Modules:
         return self._specs.setdefault(name, None)
 
 
-# `analysis_of` knows analyses by the name of the function: one that computes another digest needs another name.
 def _our_module(path: Path, name: str, content: bytes) -> list[Any]:
     tree = parse_source(content, str(path))
     imports = _imports(tree, path, name)

@@ -3,6 +3,7 @@
 import ast
 import hashlib
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,21 @@ ANALYSES: dict[str, list[Any]] = {}
 def analysis_of(path: Path, name: str, content: bytes, analyse: Callable[[Path, str, bytes], list[Any]]) -> list[Any]:
     """Analysis of a module as JSON values: `analyse(path, name, content)`, unless this content was analysed before.
 
-    The path must count only by whether the module is a package.
+    The path must count only by whether the module is a package. The code that analyses counts, since earlier versions of it
+    may have computed other digests.
     """
-    given = f"{analyse.__qualname__} {name} {path.name == '__init__.py'}\n".encode()
+    given = f"{_analyser(analyse.__code__.co_filename)} {analyse.__qualname__} {name} {path.name == '__init__.py'}\n".encode()
     key = hashlib.sha256(given + content).hexdigest()
     found = ANALYSES.pop(key, None) or analyse(path, name, content)
     ANALYSES[key] = found
     return found
+
+
+@lru_cache
+def _analyser(file: str) -> str:
+    """Digest of the module that analyses and of the modules in this folder that it uses."""
+    files = (file, __file__, Path(__file__).with_name("syntax_digest.py"))
+    return hashlib.sha256(b"\n".join(Path(each).read_bytes() for each in files)).hexdigest()
 
 
 def parse_source(source: bytes, path: str) -> ast.Module:

@@ -126,6 +126,14 @@ def test_code_with_another_content_is_parsed_again_whatever_its_size_and_time(mo
     assert second[0] != first[0] and second[1].digest != first[1].digest and second[1].functions == ("amount",)
 
 
+def test_code_that_an_earlier_version_of_this_program_has_analysed_is_parsed_again(module, monkeypatch):
+    with monkeypatch.context() as earlier:
+        earlier.setattr("rlhf_core.user_code.syntax._analyser", lambda file: "an earlier version")
+        earlier.setattr(code, "digest_without_texts", lambda tree: "another digest")
+        assert analyses()[0] == {"kept_code": "another digest"}
+    assert analyses()[0] != {"kept_code": "another digest"}
+
+
 def test_the_same_content_as_a_module_and_as_a_package_has_two_analyses(module):
     folder = module.parent / "pack"
     (folder / "kept").mkdir(parents=True)
