@@ -58,7 +58,6 @@ def test_a_profile_is_read_as_before(monkeypatch, profile):
 
 
 FUNCTIONS = {
-    "rlhf_contrib.sandbox.code:code_reward": "04c3c2029e959385",
     "rlhf_contrib.worlds.arithmetic:exact_match": "2f22273ffaba6ad9",
     "rlhf_contrib.worlds.mixed:gold_reward": "f35a719e30c16314",
     "rlhf_contrib.worlds.support:gold_reward": "76f7d3bfe4d48fe3",
@@ -67,7 +66,6 @@ FUNCTIONS = {
     "rlhf_core.rewards.library.instructions:on_topic": "222a45e03a6739e0",
     "rlhf_core.rewards.library.math:math_reward": "0e8a5832d8057cf5",
     "rlhf_core.rewards.library.reasoning_gym:reasoning_gym_reward": "8a981912ade8527c",
-    "rlhf_core.rewards.library.structure:think_format": "8c77b0ac9344600a",
     "rlhf_core.rewards.library.text:exact_match": "cec520f3b672cb19",
     "rlhf_core.rewards.verifiable:final_line_format": "8ce79c227c3ea600",
     "rlhf_core.rewards.verifiable:final_number": "8ce79c227c3ea600",
@@ -99,7 +97,7 @@ def test_a_function_that_moved_has_its_digest_under_both_paths_and_loads_with_a_
     present = FORMER_FUNCTIONS[former]
     with pytest.warns(FutureWarning, match="the former name works until 0.4"):
         digest = user_code_digest(former)
-    assert digest[:16] == FUNCTIONS[present]
+    assert digest == user_code_digest(present)
     # Digests are compared when a function is loaded, too.
     with pytest.warns(FutureWarning, match="the former name works until 0.4"):
         loaded = load_callable("gold", former, code={former: digest})

@@ -1,4 +1,4 @@
-"""Read judgments from exports of annotation tools, whose layouts are modules of `rlhf_core.integrations`.
+"""Read judgments from exports of annotation tools, whose layouts are modules of `rlhf_core.annotation`.
 
 A record holds the texts that people saw and the responses of each annotator. It becomes a `Judged`: the answers and one
 verdict per annotator. An export does not state which field is the prompt or what a number rates. What can be read in
@@ -18,8 +18,8 @@ from rlhf_core.data.comparisons import Row, Unrated, asked, ordered_pairs, ratin
 from rlhf_core.errors import DataError
 
 EXPORTS = {
-    "label_studio": "rlhf_core.integrations.label_studio",
-    "argilla": "rlhf_core.integrations.argilla",
+    "label_studio": "rlhf_core.annotation.label_studio",
+    "argilla": "rlhf_core.annotation.argilla",
 }
 """Format of records -> the module with a function `responses` that reads them."""
 

@@ -5,7 +5,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import httpx
 
@@ -13,7 +13,6 @@ from rlhf_core.config.rewards import ChatServer, GenerativeReward, JudgedTerm, J
 from rlhf_core.errors import RewardError
 from rlhf_core.http.client import post, shown_body
 from rlhf_core.http.retries import retried
-from rlhf_core.moved import moved_names
 from rlhf_core.rewards.batches import FIRST_PAUSE_S, LONGEST_PAUSE_S, Logs, RewardOutcome, shortened
 from rlhf_core.rewards.protocols import prompt_text
 from rlhf_core.rewards.rubrics import Criterion, read_rubric, shown, weighted_share
@@ -285,7 +284,3 @@ def orders_of(count: int, number: int, *, seed: int) -> list[list[int]]:
         order = first[turn:] + first[:turn]
         found.append(order[::-1] if at % 2 else order)
     return found
-
-
-if not TYPE_CHECKING:
-    __getattr__ = moved_names(__name__)

@@ -9,10 +9,9 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlhf_core.errors import ArtifactError, ConfigError
-from rlhf_core.moved import moved_names
 
 _FEW_BYTES = 1 << 20  # fewer bytes in total are hashed faster than threads can be started
 _HASH_THREADS = min(16, max(2, os.cpu_count() or 2))
@@ -146,7 +145,3 @@ def tree_digest(files: Mapping[str, FileEntry], under: str = "") -> str:
     prefix = f"{under.rstrip('/')}/" if under else ""
     inside = {path[len(prefix) :]: entry.sha256 for path, entry in files.items() if path.startswith(prefix)}
     return sha256_text(canonical_json(inside))
-
-
-if not TYPE_CHECKING:
-    __getattr__ = moved_names(__name__)

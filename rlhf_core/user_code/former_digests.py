@@ -2,8 +2,6 @@
 made before keep their keys."""
 
 FORMER_DIGESTS = {
-    # rlhf_contrib.sandbox.code
-    "ad9c5998ed207646786a38073b11657ab1f1a84f9e4f75fa5f849260f57a70c0": "04c3c2029e959385a3e46acef8a521ebc768ae56fe37a87e4f271d2aee047a13",
     # rlhf_contrib.worlds.arithmetic
     "5c0d9850fda50747fbdc0ea8c53db8f54f0b7a018b2c4c1fb4923d4ad0d03306": "2f22273ffaba6ad94bee584cbe6bbee8d7375365d91bb5e57651332b9381234b",
     # rlhf_contrib.worlds.mixed
@@ -18,8 +16,6 @@ FORMER_DIGESTS = {
     "514e14fc95780d744ed9489c799dda5644b790ae62467808606d464aa7bc8d2d": "0e8a5832d8057cf5ba84c6f9d751a39af05629ec9c134ec2af4233317ce35a51",
     # rlhf_core.rewards.library.reasoning_gym
     "0dd99f0667d764754e02cd33cf1d4e3c3913776e16894e35825d9e074fde3450": "8a981912ade8527c9e292ff312d1e83304a08b26ed5b2814dc372fe32c1c32cd",
-    # rlhf_core.rewards.library.structure
-    "dc060b6c98b8a69e87ce06ee2bdeaad23caea8014deaf36e4b3a09934df54495": "8c77b0ac9344600af87c3b3b56e89eb07fd3b6b0a87e5b504b4433932b01a390",
     # rlhf_core.rewards.library.text
     "df3d0aaff8dc1e99d72b2bb3fe39f8a9b27a07db91614359e1c737dd5cab4950": "cec520f3b672cb1947536048fb2484d8ac781861f1e584ec3cb66cc0ff6bc277",
     # rlhf_core.rewards.verifiable
