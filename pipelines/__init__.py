@@ -3,6 +3,8 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+import rlhf_core  # noqa: F401  # finds former names
+
 if TYPE_CHECKING:
     from pipelines.cli.python import StageResult, run
 

@@ -103,7 +103,7 @@ class ToolsAgent(EpisodeLimits):
 
 
 class ProgramAgent(RewardingAgent):
-    """A command, run once per episode, that calls the policy as an OpenAI server (`rlhf_core.integrations.program`)."""
+    """A command, run once per episode, that calls the policy as an OpenAI server (`rlhf_contrib.environments.program`)."""
 
     type: Literal["program"] = "program"
     command: tuple[str, ...] = Field(min_length=1)

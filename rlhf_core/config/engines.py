@@ -3,13 +3,12 @@
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from rlhf_core.config.models import LoraConfig
 from rlhf_core.errors import ConfigError
-from rlhf_core.moved import moved_names
 from rlhf_core.schema.base import OPERATIONAL, Config, added_option
 
 # ---------------------------------------------------------------- precision
@@ -269,7 +268,3 @@ def check_lora(lora: LoraConfig | None, trainer: TrainerConfig, *, key: str) -> 
     if lora is not None and lora.target_parameters and trainer.liger:
         rule, remedy = "Liger computes experts without adapters", "set runtime.trainer.liger = false, or remove it"
         raise ConfigError(f"{key}.target_parameters", lora.target_parameters, rule, remedy)
-
-
-if not TYPE_CHECKING:
-    __getattr__ = moved_names(__name__)

@@ -41,7 +41,6 @@ from rlhf_core.data.chat_templates import (
 from rlhf_core.data.pieces import Ids, continued, difference, encode_all, following, marks_beginning
 from rlhf_core.data.token_bounds import TokenBounds, token_bounds
 from rlhf_core.errors import ConfigError, DataError, explain
-from rlhf_core.moved import moved_names
 from rlhf_core.pretrained import load_tokenizer
 from rlhf_core.types import Message, Rollout, TokenSample, ids, joined, mask
 
@@ -624,7 +623,3 @@ def answer_message(rollout: Rollout) -> Message:
         remedy = "train on episodes with ppo, or generate without an agent"
         raise DataError("rollouts", rollout.prompt.id, rule, remedy)
     return Message("assistant", completion.text)
-
-
-if not TYPE_CHECKING:
-    __getattr__ = moved_names(__name__)

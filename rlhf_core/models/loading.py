@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -46,7 +46,6 @@ from rlhf_core.models.lora import (
 )
 from rlhf_core.models.packages import VALUE_HEAD_FILE
 from rlhf_core.models.weight_files import WeightFile
-from rlhf_core.moved import moved_names
 from rlhf_core.pretrained import load_config, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -393,7 +392,3 @@ def check_same_tokens(policy: Path, other: Path, *, key: str) -> None:
 def vocabulary_size(policy: Path) -> int:
     """Return the vocabulary size of a policy: the rows of its LM head."""
     return int(load_config(policy).get_text_config().vocab_size)
-
-
-if not TYPE_CHECKING:
-    __getattr__ = moved_names(__name__)

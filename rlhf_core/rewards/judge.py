@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import httpx
 
@@ -14,7 +14,6 @@ from rlhf_core.config.rewards import ChatServer, GenerativeReward, JudgedTerm, J
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.http.client import post, shown_body
 from rlhf_core.http.retries import retried
-from rlhf_core.moved import moved_names
 from rlhf_core.rewards.batches import FIRST_PAUSE_S, LONGEST_PAUSE_S, BatchFailed, RewardOutcome, Worker, shortened
 from rlhf_core.rewards.protocols import prompt_text
 from rlhf_core.rewards.rubrics import Criterion, read_rubric, shown, weighted_share
@@ -270,7 +269,3 @@ def orders_of(count: int, number: int, *, seed: int) -> list[list[int]]:
         order = first[turn:] + first[:turn]
         found.append(order[::-1] if at % 2 else order)
     return found
-
-
-if not TYPE_CHECKING:
-    __getattr__ = moved_names(__name__)

@@ -1,16 +1,17 @@
 """Compute the digests of a stage's code: of its module and of all modules of this program that it imports."""
 
 import ast
-import importlib.util
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from importlib.machinery import ModuleSpec, PathFinder
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from rlhf_core.errors import ConfigError
+from rlhf_core.moved import present_name
 from rlhf_core.store.index import load_entries, save_entries
 from rlhf_core.store.layout import cache_folder
+from rlhf_core.user_code.sources import Place, in_folders, locate, search_folders
 from rlhf_core.user_code.syntax import ANALYSES, OUR_PACKAGES, analysis_of, imported_names, parse_source
 from rlhf_core.user_code.syntax_digest import digest_with_texts, digest_without_texts
 
@@ -44,25 +45,33 @@ def module_digests(module_name: str, packages: tuple[str, ...] = OUR_PACKAGES) -
     of `packages`. The modules are parsed, not imported.
     """
     found: dict[str, str] = {}
-    modules = _Modules()
+    search = search_folders(None)
+
+    @cache
+    def place(name: str) -> Place:
+        package, _, last = name.rpartition(".")
+        return in_folders(last, place(package).folders) if package else locate(name, search)
+
     waiting = [module_name]
     while waiting:
-        name = waiting.pop()
+        name = present_name(waiting.pop())
         if name in found or (name != module_name and _is_plumbing(name)):
             continue
-        path = modules.file(name)
-        if path is None:
+        path = place(name).file
+        if path is None or path.suffix != ".py":
             if name == module_name:
                 raise ConfigError(
                     "module", name, "is not installed", "install the whole wheel, or name a module on the path"
                 )
             continue
         analyse = _our_module if name.split(".")[0] in packages else _users_module
-        digest, imports = analysis_of(Path(path), name, Path(path).read_bytes(), analyse)
+        digest, imports = analysis_of(path, name, path.read_bytes(), analyse)
         found[name] = digest
         for target in imports:
-            if target.split(".")[0] in packages:
-                waiting += modules.inside(target) if target.endswith(ALL_MODULES) else [target]
+            if target.endswith(ALL_MODULES):  # of this module, which is a package
+                waiting += [f"{name}.{file.stem}" for file in path.parent.glob("*.py") if file.stem != "__init__"]
+            elif target.split(".")[0] in packages:
+                waiting.append(target)
     return dict(sorted(found.items()))
 
 
@@ -90,36 +99,6 @@ def remembered_code() -> Iterator[None]:
 
 def _is_plumbing(module: str) -> bool:
     return any(module == name or module.startswith(f"{name}.") for name in PLUMBING)
-
-
-class _Modules:
-    """A finder of source files that imports neither modules nor packages."""
-
-    def __init__(self) -> None:
-        self._specs: dict[str, ModuleSpec | None] = {}
-
-    def file(self, name: str) -> str | None:
-        """Return the path of the module's source; None if `name` is not a module."""
-        spec = self._spec(name)
-        return spec.origin if spec is not None and spec.origin is not None and spec.origin.endswith(".py") else None
-
-    def inside(self, target: str) -> list[str]:
-        """Return the names of the modules of a package that is given as `package.__path__`."""
-        package = target.removesuffix(ALL_MODULES)
-        files = Path(self.file(package) or "").parent.glob("*.py")
-        return [f"{package}.{file.stem}" for file in files if file.stem != "__init__"]
-
-    def _spec(self, name: str) -> ModuleSpec | None:
-        if name not in self._specs:
-            package = name.rpartition(".")[0]
-            if package:
-                above = self._spec(package)
-                folders = None if above is None else above.submodule_search_locations
-                self._specs[name] = PathFinder.find_spec(name, list(folders)) if folders else None
-            else:
-                with suppress(ImportError, ValueError):
-                    self._specs[name] = importlib.util.find_spec(name)
-        return self._specs.setdefault(name, None)
 
 
 def _our_module(path: Path, name: str, content: bytes) -> list[Any]:

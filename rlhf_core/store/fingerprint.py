@@ -9,10 +9,9 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlhf_core.errors import ArtifactError, ConfigError
-from rlhf_core.moved import moved_names
 
 _HASH_THREADS = 16
 
@@ -143,7 +142,3 @@ def tree_digest(files: Mapping[str, FileEntry], under: str = "") -> str:
     prefix = f"{under.rstrip('/')}/" if under else ""
     inside = {path[len(prefix) :]: entry.sha256 for path, entry in files.items() if path.startswith(prefix)}
     return sha256_text(canonical_json(inside))
-
-
-if not TYPE_CHECKING:
-    __getattr__ = moved_names(__name__)

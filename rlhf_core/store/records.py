@@ -3,13 +3,12 @@
 import json
 import re
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_serializer, field_validator
 
 from rlhf_core import types
 from rlhf_core.errors import ArtifactError
-from rlhf_core.moved import moved_names
 from rlhf_core.store.protocol import StoredTable
 from rlhf_core.types import ArtifactRef
 
@@ -143,7 +142,3 @@ def _uris(handle: ArtifactRef) -> Iterator[str]:
         child = getattr(handle, name)
         if isinstance(child, ArtifactRef):
             yield from _uris(child)
-
-
-if not TYPE_CHECKING:
-    __getattr__ = moved_names(__name__)

@@ -14,7 +14,7 @@ from rlhf_core.config.agent_modules import AGENT_MODULES
 from rlhf_core.config.agents import AgentConfig
 from rlhf_core.config.data import ArithmeticWorld, InstructionsWorld, MixedWorlds, SupportWorld
 from rlhf_core.errors import ConfigError
-from rlhf_core.moved import MOVED
+from rlhf_core.moved.names import MOVED
 from rlhf_core.stage.code import module_digests
 from rlhf_core.stage.key import key_payload, stage_code
 from rlhf_core.store.fingerprint import canonical_json, sha256_text
@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TOPICS = sorted(path.parent.name for path in ROOT.glob("rlhf_contrib/*/__init__.py"))
 NAMES_TOPICS = {
     "pipelines/cli/main.py": "the table of commands",
-    "rlhf_core/moved.py": "the table of former names",
+    "rlhf_core/moved/names.py": "the table of former names",
     "rlhf_core/config/data.py": "the modules of worlds",
     "rlhf_core/stage/corrections.py": "reward functions of worlds had no fault",
     "rlhf_core/config/agent_modules.py": "the table of agents",

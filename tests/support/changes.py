@@ -26,8 +26,8 @@ PLUGINS = {
     f"tests/support/{name}.py" for name in ("changes", "full_runs", "process_state", "recorded_seconds", "sharing")
 }
 """How tests are run, not part of what they try. A file that uses a fixture of `sharing` imports its type."""
-MOVED = "rlhf_core/moved.py"
-"""Has former names of modules; it imports what is asked for by such a name."""
+MOVED = "rlhf_core/moved/names.py"
+"""Has former names of modules, which are imported only if asked for."""
 RAY_JOB = ("rlhf_core/config/runtime.py", "rlhf_contrib/ray_jobs/executor.py")
 """Most tests import the first, and those that run jobs say `ray-job`. It would lead all others to all of `pipelines`."""
 PACKAGES = ("rlhf_core/", "stages/", "pipelines/", "rlhf_contrib/")

@@ -154,17 +154,23 @@ def test_a_package_and_a_profile_of_the_version_before_work_with_a_warning_for_e
     )
     (desk / "samplers.py").write_text(sampler)
     for part, line in (
-        ("shorten", "rlhf_core.models.loading import materialize"),
-        ("rewards", "rlhf_core.data.worlds.support import facts_of"),
+        ("shorten", "from rlhf_core.models.loading import materialize\nfrom stages.sft import open_exports\n"),
+        ("rewards", "from rlhf_core.data.worlds.support import facts_of\n"),
     ):
-        (desk / f"{part}.py").write_text(f"from {line}\n" + (desk / f"{part}.py").read_text())
+        (desk / f"{part}.py").write_text(line + (desk / f"{part}.py").read_text())
+    declared = STAGE.replace("stages import measured", "stages.config import measured")
+    (desk / "stages.py").write_text(declared.replace("stages.declaration", "stages.table"))
     gold = (
         'rewards.terms.gold = {type = "function", function = "rlhf_core.data.worlds.support_readers:reader_reward"}\n'
     )
     (desk.parent / "desk.toml").write_text(PROFILE + gold)
-    for module, name in (("config.engines", "HFSamplerConfig"), ("models.loading", "materialize")):
-        vars(importlib.import_module(f"rlhf_core.{module}")).pop(name, None)
-    for name in [name for name in sys.modules if name.startswith("rlhf_core.data.worlds")]:
+    for module, name in (
+        ("rlhf_core.config.engines", "HFSamplerConfig"),
+        ("rlhf_core.models.loading", "materialize"),
+        ("stages.sft", "open_exports"),
+    ):
+        vars(importlib.import_module(module)).pop(name, None)
+    for name in [name for name in sys.modules if name.startswith(("rlhf_core.data.worlds", "stages.config"))]:
         monkeypatch.delitem(sys.modules, name)
     with pytest.warns(FutureWarning) as said:
         config = load_profile("desk.toml")
@@ -175,6 +181,10 @@ def test_a_package_and_a_profile_of_the_version_before_work_with_a_warning_for_e
         "rlhf_core.config.engines.HFSamplerConfig",
         "rlhf_core.models.loading.materialize",
         "rlhf_core.data.worlds",
+        "stages.config",
+        "stages.sft.open_exports",
+        "stages.table.From",
+        "stages.table.stage",
     }
     assert {"short", "answers", "scores"} <= made.keys()
 

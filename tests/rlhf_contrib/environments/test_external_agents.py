@@ -70,7 +70,7 @@ def test_an_agent_file_of_openrlhf(tmp_path):
 
 
 def test_an_agent_that_knows_openais_client_alone(tmp_path):
-    agent = ProgramAgent(command=("python", str(TESTS / "rlhf_core/integrations/openai_agent.py")), **LIMITS)
+    agent = ProgramAgent(command=("python", str(TESTS / "rlhf_contrib/environments/openai_agent.py")), **LIMITS)
     assert len(rewards_of_grpo(tmp_path, agent=agent, steps=2, prompts=2, samples=2)) == 2
 
 

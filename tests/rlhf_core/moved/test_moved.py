@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 
-from rlhf_core.moved import MOVED_NAMES
+from rlhf_core.moved.names import MOVED_NAMES
 
 
 @pytest.mark.parametrize("former", MOVED_NAMES)

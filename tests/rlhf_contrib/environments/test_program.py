@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from rlhf_contrib.environments.program import earned, open_agent
 from rlhf_core.agents.episodes import Episode, play
 from rlhf_core.agents.process import Environments
 from rlhf_core.agents.programs import EpisodeFailed, ProgramResult
 from rlhf_core.config.agents import ProgramAgent
 from rlhf_core.config.engines import SamplingConfig
-from rlhf_core.integrations.program import earned, open_agent
 from tests.rlhf_core.agents.scripted import ScriptedSampler, chat, chat_folder, prompt, sampled_as_it_stands
 from tests.rlhf_core.agents.test_conversation import SpelledEngine
 

@@ -1,5 +1,0 @@
-"""The former name of `rlhf_contrib.ray_jobs.jobs`."""
-
-from rlhf_core.moved import moved
-
-moved(__name__)
