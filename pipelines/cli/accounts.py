@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 
-from pipelines.cli.common import console, print_json, print_line, short, store_folder
+from pipelines.cli.common import console, json_option, print_json, print_line, short, store_folder, store_option
 from pipelines.cli.store_lists import LONGEST_RESULT, print_columns
 from pipelines.services.home import Home
 from pipelines.services.user_servers import tracking_uri
@@ -31,6 +31,11 @@ class Use:
     hours: float
     cpu_hours: float
     gpu_hours: float
+
+
+def usage_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--by", default="user,project", help="user, project, stage, label or day (default %(default)s)")
+    show_audit_options(parser)
 
 
 def usage(options: argparse.Namespace) -> None:
@@ -73,6 +78,12 @@ def used(records: Sequence[KeyRecord], by: Sequence[str]) -> list[Use]:
         for group, members in groups.items()
     ]
     return sorted(found, key=lambda use: (-use.gpu_hours, -use.hours, use.group))
+
+
+def show_audit_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--since", default="30d", help="30d, 12h, 2w or a date (default %(default)s)")
+    store_option(parser)
+    json_option(parser)
 
 
 def show_audit(options: argparse.Namespace) -> None:

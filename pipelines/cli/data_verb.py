@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pipelines.cli.common import console, print_json, print_line
+from pipelines.cli.common import console, json_option, print_json, print_line, set_option
 from pipelines.flows.profile_text import toml_literal
 from rlhf_core.config.data import KINDS, DataConfig, Files, Source, Use
 from rlhf_core.data.files import make_tables
@@ -19,6 +19,13 @@ ANY_TABLE = Use(**dict.fromkeys(KINDS, 1 / len(KINDS)))
 """Shares of a file that no profile names, under which nothing is read for one table alone."""
 MOST_REASONS = 8
 MOST_MALFORMED: float = Files.model_fields["max_bad_fraction"].default
+
+
+def data_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("files", nargs="*", metavar="FILE", help="file, folder or pattern, as `path` of a source")
+    parser.add_argument("--profile", default="", help="describe the sources of this profile")
+    set_option(parser, "change a key of --profile")
+    json_option(parser)
 
 
 def data(options: argparse.Namespace) -> int:

@@ -9,7 +9,17 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from pipelines.cli.common import console, print_json, print_line, short, store_folder
+from pipelines.cli.common import (
+    STORE_HELP,
+    console,
+    json_option,
+    print_json,
+    print_line,
+    set_option,
+    short,
+    store_folder,
+    store_option,
+)
 from pipelines.cli.display import PlainDisplay
 from pipelines.execution.diff import (
     Difference,
@@ -43,6 +53,18 @@ LONGEST_ANSWER = 400
 EXIT_DIFFERENT = 1
 
 
+def diff_options(parser: argparse.ArgumentParser) -> None:
+    text = "profile, label or digest of an artifact, folder, or name or id of an MLflow run"
+    parser.add_argument("a", metavar="A", help=text)
+    parser.add_argument("b", metavar="B", help="as A")
+    set_option(parser, "change a key of profile B")
+    parser.add_argument(
+        "--samples", type=int, default=3, metavar="N", help="number of prompts with different answers to show"
+    )
+    store_option(parser)
+    json_option(parser)
+
+
 def diff(options: argparse.Namespace) -> None:
     """Print the differences in configuration, stages, metrics and answers."""
     if options.samples < 0:
@@ -74,6 +96,14 @@ def _as_json(ours: Side, theirs: Side, samples: int) -> dict[str, Any]:
         ],
         "answers": [{"prompt": one.prompt, "a": one.ours, "b": one.theirs} for one in answers(ours, theirs, samples)],
     }
+
+
+def reproduce_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("artifact", help="digest of an artifact, or label of a stage")
+    parser.add_argument("--into", default="", metavar="FOLDER", help="empty store; default: in the state folder")
+    parser.add_argument("--store", default="", metavar="FOLDER", help=STORE_HELP.format("profile"))
+    parser.add_argument("--profile", required=True, help="profile whose run made the artifact")
+    set_option(parser, "change a key of --profile")
 
 
 def reproduce(options: argparse.Namespace) -> int:

@@ -29,6 +29,12 @@ LIMITS = BodyLimits(max_bytes=2**20)
 NOTHING = "no run waits for judgments; start one whose annotator has type = 'mlflow'"
 
 
+def judge_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("annotator", nargs="?", default="", help="name of the annotator; default: who has to judge")
+    parser.add_argument("--experiment", default="annotation", help="MLflow experiment of the queues (%(default)s)")
+    parser.add_argument("--port", type=int, default=0, help="port of the page; default: a free one")
+
+
 def judge(options: argparse.Namespace) -> None:
     """Serve the page of a queue until Ctrl-C, and open it in the browser if there is one."""
     uri = tracking_uri(Home.here())

@@ -5,7 +5,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from pipelines.cli.common import console, print_json, print_line, print_wrapped
+from pipelines.cli.common import STORE_HELP, console, json_option, print_json, print_line, print_wrapped
 from pipelines.cli.find_model import model_name
 from pipelines.execution.approving import Meant, answer_gate
 from pipelines.services import servers
@@ -19,6 +19,10 @@ from rlhf_core.stage.gate_decisions import Answer, GateRequest
 from rlhf_core.tracking.mlflow_client import FLOW_RUN_TAG
 
 # ---------------------------------------------------------------- services verbs
+
+
+def up_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--foreground", action="store_true", help="stay in the foreground and supervise until Ctrl-C")
 
 
 def up(options: argparse.Namespace) -> None:
@@ -36,6 +40,10 @@ def up(options: argparse.Namespace) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
+def down_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--yes", action="store_true", help="do not ask if runs are in progress")
+
+
 def down(options: argparse.Namespace) -> None:
     """Stop the services. If runs are in progress, list them, and on a terminal ask first."""
     home = Home.here()
@@ -49,6 +57,10 @@ def down(options: argparse.Namespace) -> None:
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
             return
     console.print("stopped" if servers.down(home) else "nothing was running")
+
+
+def status_options(parser: argparse.ArgumentParser) -> None:
+    json_option(parser)
 
 
 def status(options: argparse.Namespace) -> int:
@@ -88,6 +100,10 @@ def _short(path: Path) -> Path:
 # ---------------------------------------------------------------- champion verbs
 
 
+def champion_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", nargs="?", default="", help="name of the registered model; default: the only one")
+
+
 def champion(options: argparse.Namespace) -> None:
     """Print which version is champion, and which ones were, newest first."""
     from rlhf_core.tracking.champions import read_champions  # with MLflow's parts
@@ -102,6 +118,11 @@ def champion(options: argparse.Namespace) -> None:
         _print(f"{move.at}  version {move.version} ({move.digest[:12]})  {move.how} by {move.by}: {move.why}")
     if found.previous:
         _print(f"`rlhf rollback {found.name} --reason ...` makes version {found.previous} champion")
+
+
+def rollback_options(parser: argparse.ArgumentParser) -> None:
+    champion_options(parser)
+    parser.add_argument("--reason", required=True, help="reason, kept in the registry")
 
 
 def rollback(options: argparse.Namespace) -> None:
@@ -129,9 +150,22 @@ def _print(text: str) -> None:
 # ---------------------------------------------------------------- answer a gate's question (`rlhf approve`, `rlhf reject`)
 
 
+def approve_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", help="profile, or name or id of the waiting run")
+    parser.add_argument("gate", help="name of the gate, as printed by the waiting run")
+    parser.add_argument("--reason", required=True, help="reason, kept with the decision")
+    parser.add_argument("--artifact", default="", metavar="DIGEST", help="which artifact, if several wait at the gate")
+    parser.add_argument("--question", default="", metavar="ID", help="which question, as printed by the waiting run")
+    parser.add_argument("--store", default="", metavar="FOLDER", help=STORE_HELP.format("profile or state folder"))
+
+
 def approve(options: argparse.Namespace) -> None:
     """Approve the artifact: the stages after it run with the next run of the same command."""
     _answer(options, "approve")
+
+
+def reject_options(parser: argparse.ArgumentParser) -> None:
+    approve_options(parser)
 
 
 def reject(options: argparse.Namespace) -> None:

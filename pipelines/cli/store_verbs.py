@@ -17,7 +17,7 @@ from rlhf_core.store.opening import store_root
 from rlhf_core.types import ArtifactRef
 
 
-def store(options: argparse.Namespace) -> int:
+def look_after_store(options: argparse.Namespace) -> int:
     """Run `rlhf store VERB`, except for `ls`, which is a list."""
     return look_after(ArtifactStore(store_folder(options)), options, console)
 

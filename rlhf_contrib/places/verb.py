@@ -50,6 +50,12 @@ PLACES: Mapping[str, Place] = {
 }
 
 
+def scaffold_options(parser: argparse.ArgumentParser) -> None:
+    places = ("container", "kubernetes", "server", "slurm")
+    parser.add_argument("place", choices=places, help="where profiles are to run")
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder for the files")
+
+
 def scaffold(options: argparse.Namespace) -> None:
     """Write the files of a place into a folder; raise ConfigError, before any is written, if one has other content."""
     place, folder = PLACES[options.place], Path(options.out)

@@ -9,9 +9,9 @@ from pathlib import Path
 import uvicorn
 from rich.console import Console
 
-from pipelines.cli.common import console, print_line, store_folder
+from pipelines.cli.common import console, print_line, store_folder, store_option
 from pipelines.cli.find_model import find_model
-from pipelines.cli.try_reward import check_timeout, read_arguments
+from pipelines.cli.try_reward import check_timeout, function_options, read_arguments
 from pipelines.services.home import Home
 from rlhf_contrib.serve.reward_server import (
     Score,
@@ -37,6 +37,25 @@ from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import RewardModelRef
 
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
+
+
+def serve_reward_options(parser: argparse.ArgumentParser) -> None:
+    reward = parser.add_mutually_exclusive_group(required=True)
+    reward.add_argument("--function", default="", help="module:function or file.py:function")
+    reward.add_argument("--reward-model", default="", metavar="MODEL", help="stage label, digest, or folder")
+    function_options(parser)
+    parser.add_argument("--render", action="store_true", help="format plain prompts with the reward model's template")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
+    parser.add_argument("--port", type=int, default=5000, help="port to listen on (default %(default)s)")
+    parser.add_argument("--token-env", default="", metavar="NAME", help="environment variable with the bearer token")
+    parser.add_argument("--max-batch", type=int, default=256, help="answers per batch (default %(default)s)")
+    parser.add_argument(
+        "--max-wait-ms",
+        type=float,
+        default=10.0,
+        help="milliseconds to wait for further requests before a batch is scored (default %(default)s)",
+    )
+    store_option(parser)
 
 
 def serve_reward(options: argparse.Namespace) -> None:

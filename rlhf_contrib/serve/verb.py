@@ -5,7 +5,7 @@ import math
 from contextlib import suppress
 from pathlib import Path
 
-from pipelines.cli.common import console, print_line, store_folder
+from pipelines.cli.common import console, print_line, store_folder, store_option
 from pipelines.cli.find_model import find_policy
 from pipelines.services.home import Home
 from pipelines.services.policy_server import token_of
@@ -17,6 +17,22 @@ from rlhf_core.types import PolicyRef
 
 GPU = Path("/dev/nvidiactl")
 """Exists where an NVIDIA GPU can be used; a query by torch takes seconds."""
+
+
+def serve_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("policy", help="`champion`, `champion:MODEL`, stage label (sft, ppo), digest, or folder")
+    parser.add_argument("--port", type=int, default=8000, help="port, or the next free one (default %(default)s)")
+    parser.add_argument("--adapter", default="", help="also serve a LoRA adapter: a folder, or a policy that has one")
+    parser.add_argument(
+        "--token-env", default="", metavar="NAME", help="environment variable with the token; default: a token file"
+    )
+    parser.add_argument(
+        "--max-model-len", type=int, default=0, metavar="N", help="context length in tokens; default: the model's"
+    )
+    parser.add_argument(
+        "--kv-cache-gib", type=float, default=1.0, help="KV cache in GiB, without a GPU (default %(default)s)"
+    )
+    store_option(parser)
 
 
 def serve(options: argparse.Namespace) -> None:

@@ -207,10 +207,12 @@ def test_a_bucket_without_credentials_is_refused_before_its_client_looks_for_the
     with socket.create_server(("127.0.0.1", 0)) as role:
         monkeypatch.setattr(addresses, "_ROLES", role.getsockname())
         open_bucket(f"{scheme}://bucket/x")
+    open_bucket(f"{scheme}://bucket/y")  # nobody listens at that port now, and nobody asks it again
+    monkeypatch.setattr(addresses, "_ROLES", ("127.0.0.1", 9))
     with pytest.raises(
         ConfigError, match=rf"store = '{scheme}://bucket/x': has no credentials: {variable}\w+ is not set.*; set"
     ):
-        open_bucket(f"{scheme}://bucket/x")  # nobody listens at that port now
+        open_bucket(f"{scheme}://bucket/x")
 
 
 def test_a_store_on_a_disk_is_its_folder_and_the_cache_of_a_bucket_is_for_this_user_alone(no_request, tmp_path):
