@@ -25,7 +25,7 @@ HELD = {
     "class names used twice": 18,
     "function names in several modules": 124,
     "tokens per line": 6.8,
-    "tokens of the core": 511_200,
+    "tokens of the core": 510_450,
 }
 """Figure of the packages -> its limit. Lower a limit when the figure falls; never raise it."""
 # The core's limit is its size when topics moved to rlhf_contrib, plus 10,000, and 3,300 for router replay and adapters of
@@ -36,7 +36,8 @@ ENTRY_POINTS = ("main", "run")
 """Functions that are found by name: of a command, of a stage."""
 NAMES_OF_BUCKETS = re.compile(r"\bbuckets?\b|\bmirrors?\b|s3://", re.IGNORECASE)
 OTHER_BUCKETS = {
-    "pipelines/cli/main.py": "help of options that name the address of a store",
+    "pipelines/cli/common.py": "help of options that name the address of a store",
+    "pipelines/cli/store_command.py": "help of options that name the address of another store",
     "pipelines/flows/recipe.py": "help of the option `store`",
     "rlhf_core/algorithms/distillation.py": "of probabilities",
     "rlhf_core/models/parameter_sources.py": "the verb",

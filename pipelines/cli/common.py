@@ -39,18 +39,16 @@ def store_folder(options: argparse.Namespace) -> Path:
     return store_of_profile(options.profile).root
 
 
-def print_line(console: Console, text: str, style: str = "") -> None:
+def print_line(text: str, style: str = "", *, to: Console = console) -> None:
     """Print one line as it is, however long, but for signs that would control the terminal."""
-    console.print(plain(text), style=style, highlight=False, markup=False, soft_wrap=True)
+    to.print(plain(text), style=style, highlight=False, markup=False, soft_wrap=True)
 
 
-def print_wrapped(console: Console, text: str, style: str = "") -> None:
+def print_wrapped(text: str, style: str = "", *, to: Console = console) -> None:
     """Print a line. On a terminal it wraps between words, and paths, keys and commands stay whole."""
-    if console.is_terminal:
-        text = textwrap.fill(
-            text, console.width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
-        )
-    print_line(console, text, style)
+    if to.is_terminal:
+        text = textwrap.fill(text, to.width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    print_line(text, style, to=to)
 
 
 def plain(text: str, *, also: str = "\t\n") -> str:

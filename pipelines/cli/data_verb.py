@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pipelines.cli.common import console, json_option, print_json, print_line, set_option
+from pipelines.cli.common import json_option, print_json, print_line, set_option
 from pipelines.flows.profile_text import toml_literal
 from rlhf_core.config.data import KINDS, DataConfig, Files, Source, Use
 from rlhf_core.data.files import make_tables
@@ -45,9 +45,9 @@ def data(options: argparse.Namespace) -> int:
     else:
         for found in sources:
             for line in _lines(found, whole=not tables):
-                print_line(console, line)
+                print_line(line)
         for line in _tables(tables):
-            print_line(console, line)
+            print_line(line)
     alone = not tables  # a profile has a limit of its own for malformed rows
     unusable = any(not found.usable or (alone and _too_many(_malformed(found), found.rows_read)) for found in sources)
     return REFUSED if unusable or "problem" in tables else 0

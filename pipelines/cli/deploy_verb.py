@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 
-from pipelines.cli.common import PROFILE_HELP, console, print_line, set_option
+from pipelines.cli.common import PROFILE_HELP, print_line, set_option
 from pipelines.execution.named_profiles import keep_profile
 from pipelines.execution.plan import DIGITS, all_specs
 from pipelines.execution.summary import shown_overrides
@@ -67,11 +67,11 @@ def deploy(options: argparse.Namespace) -> None:
             made = own_deployments.of_kept_profile(name, digest, config.project.tags)
         found, before = own_deployments.deploy(made, about=about, seed=config.seed, stages=stages, cron=options.cron)
         pages = shown(PREFECT_UI_URL.value() if services is None else services.prefect_url)
-    print_line(console, f"rlhf-pipeline/{name}: {_change(digest[:DIGITS], before)}")
-    print_line(console, f"update:  {command}")
-    print_line(console, f"form:    {pages}/deployments/deployment/{found}/run")
+    print_line(f"rlhf-pipeline/{name}: {_change(digest[:DIGITS], before)}")
+    print_line(f"update:  {command}")
+    print_line(f"form:    {pages}/deployments/deployment/{found}/run")
     watch = [] if options.pool else ["--watch"]  # a proxy before the user's own server may refuse it: docs/cluster.md
-    print_line(console, f"run it:  {shlex.join(['prefect', 'deployment', 'run', f'rlhf-pipeline/{name}', *watch])}")
+    print_line(f"run it:  {shlex.join(['prefect', 'deployment', 'run', f'rlhf-pipeline/{name}', *watch])}")
 
 
 def worker_options(parser: argparse.ArgumentParser) -> None:

@@ -128,7 +128,7 @@ def reproduce(options: argparse.Namespace) -> int:
             raise ConfigError(f"{stage.label}.annotator", "mlflow", rule, "name what does not depend on it")
 
     wanted, display = RunOptions(until=label), PlainDisplay(console)
-    print_line(console, f"{options.artifact}: {ours.digest[:DIGITS]}, made again in {folder}")
+    print_line(f"{options.artifact}: {ours.digest[:DIGITS]}, made again in {folder}")
     with (
         on_signals(),
         open_run(config, lifecycle, wanted, home=home, tracker=MemoryTracker(), listener=display) as run,
@@ -169,7 +169,7 @@ def _check_same(ours: Side, theirs: Side) -> None:
 
 
 def _print(ours: Side, theirs: Side, samples: int) -> None:
-    print_line(console, f"A: {ours.name}   B: {theirs.name}")
+    print_line(f"A: {ours.name}   B: {theirs.name}")
     found = stage_differences(ours, theirs)
     _print_artifacts(ours, theirs)
     _print_config(ours, theirs)
@@ -177,8 +177,8 @@ def _print(ours: Side, theirs: Side, samples: int) -> None:
     _print_metrics(ours, theirs)
     for one in answers(ours, theirs, samples):
         _heading(f"prompt: {short(one.prompt, LONGEST_ANSWER)}")
-        print_line(console, f"A: {short(one.ours, LONGEST_ANSWER)}")
-        print_line(console, f"B: {short(one.theirs, LONGEST_ANSWER)}")
+        print_line(f"A: {short(one.ours, LONGEST_ANSWER)}")
+        print_line(f"B: {short(one.theirs, LONGEST_ANSWER)}")
 
 
 def _print_artifacts(ours: Side, theirs: Side) -> None:
@@ -210,11 +210,9 @@ def _print_stages(found: Sequence[Difference], ours: Side, theirs: Side) -> None
     )
     for one in found:
         for phrase in (*one.own, *one.inputs):
-            print_line(console, f"{one.label}: {phrase}")
+            print_line(f"{one.label}: {phrase}")
     for reason in dict.fromkeys(unknown.values()):
-        print_line(
-            console, f"not compared, {reason}: {', '.join(label for label, why in unknown.items() if why == reason)}"
-        )
+        print_line(f"not compared, {reason}: {', '.join(label for label, why in unknown.items() if why == reason)}")
 
 
 def _print_metrics(ours: Side, theirs: Side) -> None:

@@ -86,7 +86,7 @@ COMMANDS = {
             "rlhf_contrib.serve.reward_verb:serve_reward",
             "Serve a reward function or a reward model over HTTP.",
         ),
-        "store": ("pipelines.cli.store_lists:store", "List, verify, pin, copy, clean up or share the store."),
+        "store": ("pipelines.cli.store_command:store", "List, verify, pin, copy, clean up or share the store."),
         "usage": ("pipelines.cli.accounts:usage", "Sum hours, CPU hours and GPU hours by user and project."),
     },
     "decisions": {

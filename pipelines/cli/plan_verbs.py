@@ -67,13 +67,13 @@ def plan(options: argparse.Namespace) -> None:
         )
         return
     for line in drawn(config.steps()) if config.recipe or config.rounds else ():
-        print_wrapped(console, line)
+        print_wrapped(line)
     print_decisions([(stage.label, stage.decision) for stage in planned], console)
     for line, labels in notes.items():
-        print_wrapped(console, f"{', '.join(labels)}: {line}")
+        print_wrapped(f"{', '.join(labels)}: {line}")
     if files := imported_files(config, planned):
-        print_wrapped(console, f"imports: {', '.join(files)}")
-    print_wrapped(console, str(found))
+        print_wrapped(f"imports: {', '.join(files)}")
+    print_wrapped(str(found))
 
 
 def imported_files(config: PipelineConfig, planned: Sequence[PlannedStage]) -> list[str]:
@@ -119,11 +119,11 @@ def explain_stage(options: argparse.Namespace) -> None:
     shown = None if options.all else MOST_NOTES
     facts = [*_facts(store, stage, record), *_shortened(versions, shown), *_shortened(notes, shown)]
     for line in (f"{stage.label}: {stage.decision.action}: {stage.decision.reason}", *facts):
-        print_wrapped(console, line)
+        print_wrapped(line)
     for table in whole.values() if options.all else ():
         if table:
             console.print_json(json.dumps(table, default=str))
-    print_line(console, f"next: {following}")
+    print_line(f"next: {following}")
 
 
 def planned_stages(

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipelines.cli.common import console
 from pipelines.cli.run_command import shown_run
 from pipelines.execution.request import RunRequest
 from pipelines.flows.profile_text import toml_literal
@@ -50,7 +49,7 @@ def run(
     changes = {key: "none" if value is None else toml_literal(value) for key, value in (overrides or {}).items()}
     request = RunRequest(str(profile), tuple(f"{key}={text}" for key, text in changes.items()), until, tuple(force))
     with _environment(home):
-        store, refs, tally, _ = shown_run(request, Home.here().make(), console)
+        store, refs, tally, _ = shown_run(request, Home.here().make())
         found: dict[str, StageResult] = {}
         for label, ref in refs.items():
             decision, metrics = tally.decisions[label], tally.metrics_of[label]

@@ -18,7 +18,7 @@ def reconcile(options: argparse.Namespace) -> None:
     home, count = Home.here(), 0
     for line in reconcile_all(home, [ArtifactStore(store_folder(options))]):
         count += 1
-        print_line(console, line)
+        print_line(line)
     console.print("nothing to reconcile: every run shown as running is running" if not count else f"{count} corrected")
 
 
@@ -36,15 +36,15 @@ def resume(options: argparse.Namespace) -> None:
             raise ConfigError(
                 "resume", options.run, f"no run was started yet in {home.root}", "list runs with `rlhf runs`"
             )
-        print_wrapped(console, f"nothing was run yet in {home.root}: `rlhf run tiny/full` is a start")
+        print_wrapped(f"nothing was run yet in {home.root}: `rlhf run tiny/full` is a start")
         return
     with some_prefect(home) as served:
         # Prefect reads its settings when it is imported, and `some_prefect` has just made them.
         from pipelines.execution.resume import resume as resume_flow_run
 
         found = resume_flow_run(options.run, served=served)
-    print_line(console, found.message)
+    print_line(found.message)
     if found.request is not None:
         from pipelines.cli.run_command import run_request  # 0.6 s, for a run that is to be run here
 
-        run_request(found.request, console)
+        run_request(found.request)

@@ -10,8 +10,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from rich.console import Console
-
 from pipelines.cli.common import console, print_line, profile_options
 from pipelines.cli.display import LiveDisplay, PlainDisplay, open_display, results_tables
 from pipelines.execution.executor import Listener, RunOptions, Tally
@@ -64,11 +62,11 @@ def run(options: argparse.Namespace) -> None:
     request = RunRequest.from_parameters(vars(options))
     while True:
         try:
-            run_request(request, console)
+            run_request(request)
         except StageWaiting as waiting:
             if not options.wait or not waiting.condition:
                 raise
-            print_line(console, f"{waiting}; Ctrl-C ends the wait")
+            print_line(f"{waiting}; Ctrl-C ends the wait")
             _await_people(waiting.condition)
         else:
             return
@@ -84,16 +82,16 @@ def _await_people(condition: Mapping[str, Any]) -> None:
             logger.warning("%s", error)
 
 
-def run_request(request: RunRequest, console: Console) -> None:
+def run_request(request: RunRequest) -> None:
     """Run a profile and print its results; raise RlhfError for errors that the user can fix."""
     home = Home.here().make()
-    store, results, _, done = shown_run(request, home, console)
-    _print_links(home, {} if done is None else done.links, console)
-    _print_results(results, store, done, console)
+    store, results, _, done = shown_run(request, home)
+    _print_links(home, {} if done is None else done.links)
+    _print_results(results, store, done)
 
 
 def shown_run(
-    request: RunRequest, home: Home, console: Console
+    request: RunRequest, home: Home
 ) -> tuple[ArtifactStore, dict[str, ArtifactRef], Tally, PipelineRun | None]:
     """Run a profile with its progress on the console; return its store, the artifacts by label, what was decided, and the run.
 
@@ -177,31 +175,29 @@ def prefect_server(home: Home) -> Iterator[PrivateServer | None]:
         yield server
 
 
-def _print_results(
-    results: Mapping[str, ArtifactRef], store: ArtifactStore, done: PipelineRun | None, console: Console
-) -> None:
+def _print_results(results: Mapping[str, ArtifactRef], store: ArtifactStore, done: PipelineRun | None) -> None:
     report = results.get("evaluate")
     if isinstance(report, ReportRef):
         folder = store.path(report)
         kept = None if done is None or done.note is None else done.note.page  # with the run's name, seed and links
         shown_page = folder / "report.html" if kept is None or not kept.is_file() else kept
-        console.print(f"report: {shown_page}", highlight=False, soft_wrap=True)
+        print_line(f"report: {shown_page}")
         table = json.loads((folder / "report.json").read_text(encoding="utf-8"))
         console.print(results_tables(table, console.width))
 
 
-def _print_links(home: Home, links: Mapping[str, str], console: Console) -> None:
+def _print_links(home: Home, links: Mapping[str, str]) -> None:
     services = running(home)
     theirs = user_prefect(home)
     if theirs and (services is None or services.prefect_api != theirs):
-        console.print(f"Prefect {shown(theirs).removesuffix('/api')}", highlight=False, soft_wrap=True)
+        print_line(f"Prefect {shown(theirs).removesuffix('/api')}")
     elif services is None:
-        console.print("to see runs in a browser: `rlhf up` starts Prefect and MLflow", highlight=False)
+        print_line("to see runs in a browser: `rlhf up` starts Prefect and MLflow")
     else:
         pages = ("prefect.url", services.prefect_url), ("mlflow.url", services.mlflow_page)
         # They may have other addresses than when the run began.
         prefect, mlflow = (with_addresses(links[link], services) if link in links else page for link, page in pages)
-        console.print(f"Prefect {prefect}\nMLflow  {mlflow}", highlight=False, soft_wrap=True)
+        print_line(f"Prefect {prefect}\nMLflow  {mlflow}")
 
 
 @contextmanager

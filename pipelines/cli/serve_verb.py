@@ -28,7 +28,7 @@ def up_options(parser: argparse.ArgumentParser) -> None:
 def up(options: argparse.Namespace) -> None:
     """Start the services and print their addresses."""
     home = Home.here()
-    print_wrapped(console, f"starting the services (logs in {home.logs}) ...", "dim")
+    print_wrapped(f"starting the services (logs in {home.logs}) ...", "dim")
     found = servers.up(home, foreground=options.foreground)
     lines = [f"Prefect  {_prefect_page(home, found)}", f"MLflow   {found.mlflow_page}"]
     if not found.prefect_api:
@@ -37,7 +37,7 @@ def up(options: argparse.Namespace) -> None:
         lines += [f"  export PREFECT_API_AUTH_STRING=$(cat {file})"]
     lines += ["start a run:  prefect deployment run rlhf-pipeline/full --watch", "stop:         rlhf down"]
     for line in lines:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        print_line(line)
 
 
 def down_options(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +51,7 @@ def down(options: argparse.Namespace) -> None:
     for one in active:
         # A run of a deployment, which has no profile in its record, is a process of the services.
         effect = "continues without the services" if one.profile else "saves and stops; continue it with `rlhf resume`"
-        print_line(console, f"in progress: {one.name}, {effect}")
+        print_line(f"in progress: {one.name}, {effect}")
     if active and not options.yes and sys.stdin.isatty():
         console.print("stop the services? [y/N] ", end="", markup=False)
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
@@ -81,7 +81,7 @@ def status(options: argparse.Namespace) -> int:
     well = servers.states(home, found)
     for name, url in (("Prefect", _prefect_page(home, found)), ("MLflow", found.mlflow_page)):
         said = "answers" if well[name] else "does not answer"
-        console.print(f"{name:<8} {url}  {said}", highlight=False, soft_wrap=True)
+        print_line(f"{name:<8} {url}  {said}")
     return 0 if all(well.values()) else 1
 
 
@@ -113,11 +113,11 @@ def champion(options: argparse.Namespace) -> None:
     if found is None:
         raise ConfigError("champion", options.name, "the registry has no such model", _known(uri, options.name))
     now = f"version {found.current} ({found.digests[found.current][:12]})" if found.current else "none"
-    _print(f"{found.name}: champion {now}")
+    print_line(f"{found.name}: champion {now}")
     for move in reversed(found.moves):
-        _print(f"{move.at}  version {move.version} ({move.digest[:12]})  {move.how} by {move.by}: {move.why}")
+        print_line(f"{move.at}  version {move.version} ({move.digest[:12]})  {move.how} by {move.by}: {move.why}")
     if found.previous:
-        _print(f"`rlhf rollback {found.name} --reason ...` makes version {found.previous} champion")
+        print_line(f"`rlhf rollback {found.name} --reason ...` makes version {found.previous} champion")
 
 
 def rollback_options(parser: argparse.ArgumentParser) -> None:
@@ -134,17 +134,13 @@ def rollback(options: argparse.Namespace) -> None:
     uri = tracking_uri(Home.here())
     name = model_name(uri, options.name)
     before, now = roll_back(uri, name, why=options.reason.strip())
-    _print(f"{name}: champion is version {now}, before version {before}: {options.reason.strip()}")
+    print_line(f"{name}: champion is version {now}, before version {before}: {options.reason.strip()}")
 
 
 def _known(uri: str, name: str) -> str:
     from rlhf_core.tracking.champions import model_names
 
     return nearest(name, model_names(uri))
-
-
-def _print(text: str) -> None:
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 # ---------------------------------------------------------------- answer a gate's question (`rlhf approve`, `rlhf reject`)
@@ -177,9 +173,8 @@ def _answer(options: argparse.Namespace, answer: Answer) -> None:
     meant = Meant(options.run, options.gate, artifact=options.artifact, question=options.question)
     request, said = answer_gate(meant, answer, reason=options.reason, store=options.store)
     asked = request.question
-    line = f"gate {asked.gate}, {asked.condition['after']} {asked.digest[:12]}: {said}"
-    print_line(console, line)
-    console.print(next_step(request), highlight=False, soft_wrap=True)
+    print_line(f"gate {asked.gate}, {asked.condition['after']} {asked.digest[:12]}: {said}")
+    print_line(next_step(request))
 
 
 def next_step(request: GateRequest) -> str:

@@ -11,8 +11,6 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 
-from rich.console import Console
-
 from pipelines.cli.common import console, json_option, plain, print_json, print_line, short, store_folder, store_option
 from pipelines.execution.key_metric import key_metric
 from pipelines.services.home import Home
@@ -47,7 +45,7 @@ def runs(options: argparse.Namespace) -> None:
         print_json({"runs": rows})
         return
     if not found:
-        print_line(console, f"no run is recorded in {home.root}: start one with `rlhf run tiny/full`")
+        print_line(f"no run is recorded in {home.root}: start one with `rlhf run tiny/full`")
         return
     cells = [
         (
@@ -61,55 +59,15 @@ def runs(options: argparse.Namespace) -> None:
     heading = ("state", "run", "began (UTC)", "result")
     if not console.is_terminal:
         continued = [(*row, one.following) for row, one in zip(cells, found, strict=True)]
-        print_columns((*heading, "next"), continued, console)
+        print_columns((*heading, "next"), continued)
         return
     lines = [
         line if len(line) <= console.width else f"{line[: console.width - 3]}..." for line in columns(heading, cells)
     ]
     for line, following in zip(lines, ["", *(one.following for one in found)], strict=True):
-        print_line(console, line)
+        print_line(line)
         if following:
-            print_line(console, f"  next: {following}")
-
-
-def store_options(parser: argparse.ArgumentParser) -> None:
-    verbs = parser.add_subparsers(dest="store_verb", required=True, metavar="COMMAND")
-
-    def command(name: str, text: str) -> argparse.ArgumentParser:
-        return verbs.add_parser(name, help=text, description=text)
-
-    json_option(command("ls", "List every artifact, newest first, with its stage, size and damage."))
-    verify = command("verify", "Read and hash every file of every artifact.")
-    verify.add_argument("--set-aside", action="store_true", help="let the next run make damaged artifacts again")
-    restore = command("restore", "Use an artifact again that verify has set aside.")
-    restore.add_argument("key", help="key of the stage, from `rlhf store ls`")
-    pin = command("pin", "Protect an artifact from gc.")
-    pin.add_argument("--note", default="", help="reason, kept with the pin")
-    for verb in (pin, command("unpin", "Allow gc to remove an artifact again.")):
-        verb.add_argument("target", help="digest, key or store:// URI")
-    collect = command("gc", "Remove artifacts that neither a recent run nor a pin needs.")
-    collect.add_argument("--dry-run", action="store_true", help="list them without removing them")
-    collect.add_argument(
-        "--keep-days", type=float, help="keep what runs used in the last days; default: of the profile's project, or 30"
-    )
-    for name, way, other in (("push", "to", "TO"), ("pull", "from", "FROM")):
-        copied = command(name, f"Copy an artifact with its record {way} another store.")
-        copied.add_argument("target", metavar="ARTIFACT", help="stage label or digest")
-        copied.add_argument("other", metavar=other, help="the other store: a folder, or a bucket (s3://bucket/folder)")
-    share = command("share", "Share the store with the members of a Unix group.")
-    share.add_argument("--group", required=True, help="group; you must be a member of it")
-    for verb in verbs.choices.values():
-        store_option(verb)
-
-
-def store(options: argparse.Namespace) -> int:
-    """Run `rlhf store VERB`."""
-    if options.store_verb == "ls":
-        store_ls(options)
-        return 0
-    from pipelines.cli.store_verbs import look_after_store  # 0.6 s, and a list takes 0.3 s without
-
-    return look_after_store(options)
+            print_line(f"  next: {following}")
 
 
 def store_ls(options: argparse.Namespace) -> None:
@@ -123,7 +81,7 @@ def store_ls(options: argparse.Namespace) -> None:
         rest = {"unreadable": unreadable, "quarantine": [asdict(one) for one in aside]}
         print_json({"store": store.uri, "artifacts": artifacts, **rest})
         return
-    if is_empty(store, console):
+    if is_empty(store):
         return
     cells = []
     for row in reversed(rows):
@@ -135,24 +93,23 @@ def store_ls(options: argparse.Namespace) -> None:
         made, seconds = row.started[:16].replace("T", " "), f"{row.seconds:.1f}"
         cells.append((row.digest[:12], row.kind, row.label, made, seconds, str(row.attempts), size, said))
     heading = ("digest", "kind", "stage", "made (UTC)", "seconds", "attempts", "MiB", "")
-    print_columns(heading, cells, console)
+    print_columns(heading, cells)
     for found in unreadable:
-        print_line(console, f"not readable: {found}")
+        print_line(f"not readable: {found}")
     damaged = len(unreadable) + sum(bool(states[row.object].damage) for row in rows)
     if damaged:
         print_line(
-            console,
             f"{damaged} damaged: the next run makes them again, after `rlhf store verify --set-aside` at the latest",
         )
-    print_aside(aside, console)
+    print_aside(aside)
 
 
-def print_aside(found: Sequence[SetAside], console: Console) -> None:
+def print_aside(found: Sequence[SetAside]) -> None:
     """Print the records that were set aside, with the reason."""
     for one in found[:MOST_ASIDE]:
-        print_line(console, f"set aside: {one}")
+        print_line(f"set aside: {one}")
     if len(found) > MOST_ASIDE:
-        print_line(console, f"and {len(found) - MOST_ASIDE} more")
+        print_line(f"and {len(found) - MOST_ASIDE} more")
 
 
 def _moment(seconds: float) -> str:
@@ -171,17 +128,17 @@ def columns(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return [" ".join(map(str.ljust, row, widths)).rstrip() for row in (heading, *rows)]
 
 
-def print_columns(heading: Sequence[str], rows: Sequence[Sequence[str]], console: Console) -> None:
+def print_columns(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table as plain lines."""
     console.file.write("".join(f"{plain(line, also='')}\n" for line in columns(heading, rows)))
 
 
-def is_empty(store: Store, console: Console) -> bool:
+def is_empty(store: Store) -> bool:
     """True if the store is empty; if so, print it."""
     if store.versions("keys/") or any(True for _ in store.objects(but=())) or (store.folder / "attempts").is_dir():
         return False
     state = "is empty" if store.folder.is_dir() else "does not exist yet"
-    print_line(console, f"the store {store.uri} {state}: fill it with `rlhf run tiny/full`")
+    print_line(f"the store {store.uri} {state}: fill it with `rlhf run tiny/full`")
     return True
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from pipelines.cli.common import console, print_line, short
+from pipelines.cli.common import print_line, short
 from rlhf_core.config.rewards import FunctionReward
 from rlhf_core.errors import ConfigError, readable
 from rlhf_core.rewards.batches import RewardOutcome
@@ -45,7 +45,7 @@ def try_reward(options: argparse.Namespace) -> None:
         outcome = reward(answers)
         ended = time.perf_counter()
     _print(outcome, options.answers)
-    print_line(console, f"{ended - started:.3f} s; {started - began:.1f} s before it to start its process")
+    print_line(f"{ended - started:.3f} s; {started - began:.1f} s before it to start its process")
 
 
 def function_options(parser: argparse.ArgumentParser) -> None:
@@ -124,6 +124,6 @@ def _print(outcome: RewardOutcome, answers: Sequence[str]) -> None:
         beside = "" if score is None else f", score {readable(score, 6)}"
         note = ": does not apply; a run leaves out an answer without any reward" if value is None else ""
         shown = "None" if value is None else f"{readable(value, 6)}"
-        print_line(console, f"reward {shown}{beside}  {short(answer, LONGEST_ANSWER)!r}{note}")
+        print_line(f"reward {shown}{beside}  {short(answer, LONGEST_ANSWER)!r}{note}")
     for name, (total, count) in outcome.logs.items():
-        print_line(console, f"{name} {readable(total / count, 6)}")
+        print_line(f"{name} {readable(total / count, 6)}")

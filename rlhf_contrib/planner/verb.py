@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from pipelines.cli.common import console, print_json, print_line
+from pipelines.cli.common import print_json, print_line
 from pipelines.cli.plan_verbs import planned_stages
 from pipelines.execution.plan import PlannedStage, duration
 from pipelines.execution.request import RunRequest
@@ -37,7 +37,7 @@ def estimate(options: argparse.Namespace) -> None:
         )
     else:
         for line in table(found, on, terms=options.terms):
-            print_line(console, line)
+            print_line(line)
     if error is not None:
         raise error
 

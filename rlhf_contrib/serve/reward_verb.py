@@ -7,9 +7,8 @@ from functools import partial
 from pathlib import Path
 
 import uvicorn
-from rich.console import Console
 
-from pipelines.cli.common import console, print_line, store_folder, store_option
+from pipelines.cli.common import print_line, store_folder, store_option
 from pipelines.cli.find_model import find_model
 from pipelines.cli.try_reward import check_timeout, function_options, read_arguments
 from pipelines.services.home import Home
@@ -60,10 +59,10 @@ def serve_reward_options(parser: argparse.ArgumentParser) -> None:
 
 def serve_reward(options: argparse.Namespace) -> None:
     """Serve a reward over HTTP."""
-    serve(options, ArtifactStore(store_folder(options)), console)
+    serve(options, ArtifactStore(store_folder(options)))
 
 
-def serve(options: argparse.Namespace, store: ArtifactStore, console: Console) -> None:
+def serve(options: argparse.Namespace, store: ArtifactStore) -> None:
     """Serve until SIGTERM or Ctrl-C; pending requests are answered first."""
     check_timeout(options.timeout_s)
     if not 0 <= options.max_wait_ms <= 1000 * LONGEST_S:
@@ -77,7 +76,7 @@ def serve(options: argparse.Namespace, store: ArtifactStore, console: Console) -
         url = f"http://{host}:{listener.getsockname()[1]}/get_reward"
         app = create_app(score, name=name, token=token, limits=limits)
         config = limited(app, timeout_graceful_shutdown=int(options.timeout_s) + 1)
-        print_line(console, f"{name} at {url}  (/health, /metrics)")
+        print_line(f"{name} at {url}  (/health, /metrics)")
         with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it again for the signal that ended the server
             uvicorn.Server(config).run(sockets=[listener])
 
@@ -103,7 +102,7 @@ def open_score(options: argparse.Namespace, store: ArtifactStore) -> Iterator[Sc
             yield function_score(reward.outcome)
         return
     ref, which = find_model(RewardModelRef, options.reward_model, options.profile, store, Home.here().make())
-    print_line(console, which)
+    print_line(which)
     with open_reward_model(store.path(ref), options) as score:
         yield score
 

@@ -109,9 +109,7 @@ class Sweep:
         numbers = itertools.count(1)
 
         def run_point(point: Point, tally: Tally) -> Mapping[str, ArtifactRef]:
-            console.print(
-                f"point {next(numbers)} of {self.points.count}: {named(point)}", highlight=False, markup=False
-            )
+            print_line(f"point {next(numbers)} of {self.points.count}: {named(point)}")
             with open_display(console) as display, kept_log(self.home, display):
                 tally.inner = display
                 return self._run(point, tally)
@@ -227,14 +225,12 @@ def sweep(options: argparse.Namespace) -> int:
         print_table(rows, results)  # first: the plot or MLflow may fail
         folder = write(home.root / "sweeps" / work.id, results, goal)
         work.record(rows, results, goal, folder)
-    print_line(console, f"table and plot: {folder}")
+    print_line(f"table and plot: {folder}")
     if len(results) < points.count:
-        print_line(console, f"--optuna {points.count}: only {len(results)} different points were chosen")
+        print_line(f"--optuna {points.count}: only {len(results)} different points were chosen")
     status = EXIT_SOME_FAILED if any(result.error for result in results) else 0
     if goal is None:
-        print_line(
-            console, "no point has a gold reward or reward-model score: name a number with --metric STAGE:METRIC"
-        )
+        print_line("no point has a gold reward or reward-model score: name a number with --metric STAGE:METRIC")
         return status
     check_metric(results, goal)
     best = best_of(results, goal)
@@ -262,7 +258,7 @@ def listed_points(options: argparse.Namespace) -> list[Point]:
     if options.random is not None:
         points = random_points(options.random, options.range, options.grid, seed=options.sweep_seed or 0)
         if len(points) < options.random:
-            print_line(console, f"--random {options.random}: only {len(points)} different points were drawn")
+            print_line(f"--random {options.random}: only {len(points)} different points were drawn")
     else:
         points = grid_points(options.grid)
     return points
@@ -340,30 +336,28 @@ def print_table(rows: Sequence[Sequence[str]], results: Sequence[PointResult]) -
     """Print the table, and how often each stage was computed."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:  # plain lines: a table of rich would leave out what a narrow terminal has no room for
-        print_line(console, "  ".join(map(str.ljust, row, widths)).rstrip())
+        print_line("  ".join(map(str.ljust, row, widths)).rstrip())
     computed = Counter(label for result in results for label in result.computed)
     hits = sum(len(result.hits) for result in results)
     stages = ", ".join(f"{label} {count}" for label, count in computed.items())
-    print_line(console, f"computed {computed.total()} stages ({stages or 'none'}); {hits} were hits")
+    print_line(f"computed {computed.total()} stages ({stages or 'none'}); {hits} were hits")
     for result in results:
         if result.error:
-            print_line(console, f"no result: {named(result.point)}: {result.error}")
+            print_line(f"no result: {named(result.point)}: {result.error}")
 
 
 def print_best(results: Sequence[PointResult], best: PointResult, goal: Goal) -> None:
     """Print the best point and those whose intervals overlap with it."""
     word = "highest" if goal.direction == "max" else "lowest"
-    print_line(console, f"best: {named(best.point)} ({word} {goal}: {goal.of(best)})")
+    print_line(f"best: {named(best.point)} ({word} {goal}: {goal.of(best)})")
     same = ties(results, best, goal)
     if same:
-        print_line(
-            console, f"exactly the same: {', '.join(named(other.point) for other in same)}; the first of them is taken"
-        )
+        print_line(f"exactly the same: {', '.join(named(other.point) for other in same)}; the first of them is taken")
     others = [other for other in rivals(results, best, goal) if other not in same]
     if others:
         ours = goal.of(best)
         why = "its interval overlaps with" if ours and ours.has_interval else "without an interval it may equal"
-        print_line(console, f"{why} {', '.join(named(other.point) for other in others)}: repeat with other seeds")
+        print_line(f"{why} {', '.join(named(other.point) for other in others)}: repeat with other seeds")
 
 
 def write(folder: Path, results: Sequence[PointResult], goal: Goal | None) -> Path:
@@ -413,10 +407,10 @@ def go_on(
     if not options.approve:
         words = ["rlhf", "run", options.profile, *(word for text in chosen for word in ("--set", text))]
         words += [f"--{name}" for name in ("strict-code", "strict-env") if getattr(options, name.replace("-", "_"))]
-        print_line(console, f"a sweep publishes nothing; to publish the best: {shlex.join(words)}")
+        print_line(f"a sweep publishes nothing; to publish the best: {shlex.join(words)}")
         return
     # The digest of the profile as its file is: that is what `rlhf approve PROFILE sweep` looks for.
     asked_by = profile_digest(load_profile(options.profile))
     check_approved(config.name, best, goal, results, store, profile=asked_by)
     whole = vars(options) | {"overrides": chosen, "force": (), "until": ""}
-    run_request(RunRequest.from_parameters(whole), console)
+    run_request(RunRequest.from_parameters(whole))

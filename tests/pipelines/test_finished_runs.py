@@ -1,11 +1,9 @@
 """A gate is approved and the run finishes: Prefect, MLflow, `runs`, `resume` and `reconcile` agree on it."""
 
-import io
 import logging
 from contextlib import nullcontext
 
 import pytest
-from rich.console import Console
 
 from pipelines.cli import run_command
 from pipelines.cli.main import main
@@ -29,14 +27,14 @@ def test_all_agree_that_a_run_which_waited_has_finished(tmp_path, prefect_home, 
     request = RunRequest(str(tmp_path / "mini.toml"))
 
     with pytest.raises(StageWaiting), caplog.at_level(logging.INFO, "prefect"):
-        run_command.run_request(request, Console(file=io.StringIO()))
+        run_command.run_request(request)
     (waits,) = run_records(prefect_home)
     assert waits.state == "Waiting" and waits.following.startswith("rlhf approve mini quality --question ")
     assert client.read_flow_run(waits.flow_run).state.name == "Waiting"
     assert not [one.getMessage() for one in caplog.records if one.levelno >= logging.ERROR]
 
     assert main([*waits.following.split()[1:-1], "fine"]) == 0
-    run_command.run_request(request, Console(file=io.StringIO()))  # everything is in the store
+    run_command.run_request(request)  # everything is in the store
     assert [(one.state, one.following) for one in run_records(prefect_home)] == [("Completed", ""), ("Closed", "")]
     done, closed = run_records(prefect_home)
     assert [client.read_flow_run(one.flow_run).state.name for one in (done, closed)] == ["Completed", "Closed"]

@@ -90,7 +90,7 @@ class Waiting:
     def config(self) -> PipelineConfig:
         return load_profile(write_mini(self.folder, GATE))
 
-    def _run_request(self, request: RunRequest, console: object) -> None:
+    def _run_request(self, request: RunRequest) -> None:
         wanted = RunOptions(force=("first",))
         with open_run(
             self.config, self._pipeline, wanted, home=self.home, tracker=MemoryTracker(), listener=self.notes

@@ -1,10 +1,8 @@
 import argparse
-import io
 import os
 from contextlib import nullcontext
 
 import pytest
-from rich.console import Console
 
 from pipelines.cli import run_command
 from pipelines.execution.local import LazyRuntime
@@ -63,7 +61,7 @@ def test_a_run_is_planned_once(tmp_path, home, monkeypatch, *, watched):
     monkeypatch.setattr("pipelines.cli.command_flow.run_flow", run_flow)
     monkeypatch.setattr(LazyRuntime, "prewarm", lambda self, **_: None)
     request = RunRequest(str(write_mini(tmp_path)), until="sft")
-    run_command.run_request(request, Console(file=io.StringIO()))
+    run_command.run_request(request)
     assert planned == shown == ["prepare_data", "sft"]
 
 
@@ -80,7 +78,7 @@ def test_a_run_may_stay_while_people_judge(monkeypatch, home):
             raise DataError("judgments.jsonl:1 = 'x': is not JSON; write it anew")
         return len(done) == 3
 
-    def run_request(request: RunRequest, console: Console) -> None:
+    def run_request(request: RunRequest) -> None:
         if len(done) < 3:
             raise StageWaiting("collect is waiting: 0 of 1 comparisons are judged", {"name": "x"})
         done.append("ran")

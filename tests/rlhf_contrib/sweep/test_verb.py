@@ -294,7 +294,7 @@ def test_policies_that_only_some_points_make_can_decide():
 
 def test_the_best_goes_on_once_a_person_has_approved_it(small, tmp_path, monkeypatch, capsys):
     went: list[RunRequest] = []
-    monkeypatch.setattr(sweep_verb, "run_request", lambda request, console: went.append(request))
+    monkeypatch.setattr(sweep_verb, "run_request", went.append)
     words = swept(tmp_path, "--approve", "--set", "seed=3")
     assert main([*words, "--force", "second"]) == EXIT_REFUSED
     assert "--force = 'second': would be computed again" in capsys.readouterr().err
