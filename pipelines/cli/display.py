@@ -266,7 +266,7 @@ def print_decisions(rows: Sequence[tuple[str, Decision]], console: Console) -> N
     wide = max((len(label) for label, _ in rows), default=0)
     for label, decision in rows:
         line = f"{decision.action:<8} {label:<{wide}} {decision.key[:DIGITS] or '-':<{DIGITS}} {decision.reason}"
-        print_line(line)
+        print_line(line, to=console)
 
 
 def _placed_reason(reason: str, key: str, *, begin: int, width: int) -> str:

@@ -65,9 +65,9 @@ def runs(options: argparse.Namespace) -> None:
         line if len(line) <= console.width else f"{line[: console.width - 3]}..." for line in columns(heading, cells)
     ]
     for line, following in zip(lines, ["", *(one.following for one in found)], strict=True):
-        print_line(line)
+        print_line(line, to=console)
         if following:
-            print_line(f"  next: {following}")
+            print_line(f"  next: {following}", to=console)
 
 
 def store_ls(options: argparse.Namespace) -> None:
