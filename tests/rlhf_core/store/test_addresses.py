@@ -17,7 +17,7 @@ from rlhf_core.config.agents import NemoGymAgent
 from rlhf_core.config.runtime import VllmServerSamplerConfig
 from rlhf_core.errors import ConfigError, RlhfError
 from rlhf_core.schema.base import HttpAddress
-from rlhf_core.store import addresses, bucket_server
+from rlhf_core.store import addresses, bucket_server, opening
 from rlhf_core.store.addresses import open_bucket
 from rlhf_core.store.opening import check_writable, open_store, place_of, store_root
 
@@ -77,6 +77,7 @@ def no_network(monkeypatch):
         )
 
     monkeypatch.setattr(obstore.store, "from_url", through_nothing)
+    monkeypatch.setattr(opening, "PROBE_PATIENCE_S", -1.0)  # no request is repeated after seconds
     for name in ("AWS_SKIP_SIGNATURE", "GOOGLE_SKIP_SIGNATURE", "AZURE_SKIP_SIGNATURE"):
         monkeypatch.setenv(name, "true")
     monkeypatch.setenv("AWS_VIRTUAL_HOSTED_STYLE_REQUEST", "true")  # the bucket is in the name of the host
