@@ -36,7 +36,8 @@ ENTRY_POINTS = ("main", "run")
 """Functions that are found by name: of a command, of a stage."""
 NAMES_OF_BUCKETS = re.compile(r"\bbuckets?\b|\bmirrors?\b|s3://", re.IGNORECASE)
 OTHER_BUCKETS = {
-    "pipelines/cli/main.py": "help of options that name the address of a store",
+    "pipelines/cli/common.py": "help of options that name the address of a store",
+    "pipelines/cli/store_command.py": "help of options that name the address of another store",
     "pipelines/flows/recipe.py": "help of the option `store`",
     "rlhf_core/algorithms/distillation.py": "of probabilities",
     "rlhf_core/models/parameter_sources.py": "the verb",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 
-from pipelines.cli.common import console, print_json, print_line, short, store_folder
+from pipelines.cli.common import json_option, print_json, print_line, short, store_folder, store_option
 from pipelines.cli.store_lists import LONGEST_RESULT, print_columns
 from pipelines.services.home import Home
 from pipelines.services.user_servers import tracking_uri
@@ -33,6 +33,11 @@ class Use:
     gpu_hours: float
 
 
+def usage_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--by", default="user,project", help="user, project, stage, label or day (default %(default)s)")
+    show_audit_options(parser)
+
+
 def usage(options: argparse.Namespace) -> None:
     """Print hours of results, times the CPUs and GPUs that they held, by user, project, stage, label or day."""
     by = tuple(options.by.split(","))
@@ -47,13 +52,13 @@ def usage(options: argparse.Namespace) -> None:
         print_json({"since": since, "usage": [asdict(row) | {"group": dict(zip(by, row.group))} for row in rows]})
         return
     if not rows:
-        print_line(console, f"the store {store.shared.uri} has no results since {since}")
+        print_line(f"the store {store.shared.uri} has no results since {since}")
         return
     cells = [
         (*row.group, str(row.results), f"{row.hours:.2f}", f"{row.cpu_hours:.2f}", f"{row.gpu_hours:.2f}")
         for row in rows
     ]
-    print_columns((*by, "results", "hours", "CPU hours", "GPU hours"), cells, console)
+    print_columns((*by, "results", "hours", "CPU hours", "GPU hours"), cells)
 
 
 def used(records: Sequence[KeyRecord], by: Sequence[str]) -> list[Use]:
@@ -75,6 +80,12 @@ def used(records: Sequence[KeyRecord], by: Sequence[str]) -> list[Use]:
     return sorted(found, key=lambda use: (-use.gpu_hours, -use.hours, use.group))
 
 
+def show_audit_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--since", default="30d", help="30d, 12h, 2w or a date (default %(default)s)")
+    store_option(parser)
+    json_option(parser)
+
+
 def show_audit(options: argparse.Namespace) -> None:
     """Print who pinned, approved, rejected, published, rolled back or collected garbage, and when, newest first."""
     since, uri = moment(options.since), tracking_uri(Home.here())
@@ -91,10 +102,10 @@ def show_audit(options: argparse.Namespace) -> None:
     if options.json:
         print_json({"since": since, "audit": [one.model_dump() for one in shown]})
     elif not shown:
-        print_line(console, f"nothing was done since {since} in the store {store.uri}, and no champion changed")
+        print_line(f"nothing was done since {since} in the store {store.uri}, and no champion changed")
     else:
         rows = [(one.at, one.by, one.did, one.to, short(one.why, LONGEST_RESULT)) for one in shown]
-        print_columns(("at (UTC)", "by", "did", "to", "why"), rows, console)
+        print_columns(("at (UTC)", "by", "did", "to", "why"), rows)
 
 
 def moment(text: str) -> str:

@@ -1,6 +1,5 @@
 """The Prefect flow of a run in this process (`rlhf run`). Import it when Prefect's settings are made: it imports Prefect."""
 
-import argparse
 import logging
 import os
 from typing import Any
@@ -12,6 +11,7 @@ from prefect.client.schemas.objects import State
 from prefect.context import FlowRunContext, refresh_global_settings_context
 from prefect.exceptions import CancelledRun, PrefectHTTPStatusError
 
+from pipelines.execution.request import RunRequest
 from pipelines.execution.run import PipelineRun
 from pipelines.flows.full import lifecycle
 from pipelines.flows.profile import PipelineConfig
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 def run_flow(
-    pipeline_run: PipelineRun, config: PipelineConfig, options: argparse.Namespace, server: PrivateServer | None
+    pipeline_run: PipelineRun, config: PipelineConfig, request: RunRequest, server: PrivateServer | None
 ) -> None:
     """Run the pipeline as a flow; raise ServiceError if Prefect's server is gone before the last stage is done.
 
@@ -62,10 +62,8 @@ def run_flow(
     ended: list[bool] = []
     halts: list[RunHalted] = []
     try:
-        strict = (options.strict_code, options.strict_env)
-        parameters = (pipeline_run.context.options.profile, options.overrides, options.until, options.force, *strict)
         with tags(f"user:{user_name()}", *config.project.tags):
-            full(*parameters)
+            full(**request.parameters())
     except CancelledRun:
         if not halts:
             raise

@@ -1,4 +1,4 @@
-"""Helpers shared by the commands: the console and the store option."""
+"""Helpers shared by the commands: the console, and options of several commands."""
 
 import argparse
 import json
@@ -14,6 +14,8 @@ from pipelines.services.home import Home
 from rlhf_core.store.opening import store_root
 
 PIPE_WIDTH = 160
+PROFILE_HELP = "TOML file, or name of a shipped profile (tiny/full)"
+STORE_HELP = "artifact store, a folder or s3://bucket/folder; default: the store of the {}"
 
 
 class PipedConsole(Console):
@@ -37,18 +39,16 @@ def store_folder(options: argparse.Namespace) -> Path:
     return store_of_profile(options.profile).root
 
 
-def print_line(console: Console, text: str, style: str = "") -> None:
+def print_line(text: str, style: str = "", *, to: Console = console) -> None:
     """Print one line as it is, however long, but for signs that would control the terminal."""
-    console.print(plain(text), style=style, highlight=False, markup=False, soft_wrap=True)
+    to.print(plain(text), style=style, highlight=False, markup=False, soft_wrap=True)
 
 
-def print_wrapped(console: Console, text: str, style: str = "") -> None:
+def print_wrapped(text: str, style: str = "", *, to: Console = console) -> None:
     """Print a line. On a terminal it wraps between words, and paths, keys and commands stay whole."""
-    if console.is_terminal:
-        text = textwrap.fill(
-            text, console.width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
-        )
-    print_line(console, text, style)
+    if to.is_terminal:
+        text = textwrap.fill(text, to.width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    print_line(text, style, to=to)
 
 
 def plain(text: str, *, also: str = "\t\n") -> str:
@@ -75,3 +75,34 @@ def short(text: str, longest: int) -> str:
 def print_json(value: Mapping[str, Any]) -> None:
     """Print what `--json` prints, which is all that a command writes to standard output (docs/command_line.md)."""
     sys.stdout.write(f"{json.dumps(value, indent=1, default=str)}\n")
+
+
+# ---------------------------------------------------------------- options of several commands
+
+
+def store_option(parser: argparse.ArgumentParser) -> None:
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--store", default="", metavar="PLACE", help=STORE_HELP.format("state folder"))
+    which.add_argument("--profile", default="", help="use the store of this profile")
+
+
+def profile_options(parser: argparse.ArgumentParser, *, positional: bool = True) -> None:
+    if positional:
+        parser.add_argument("profile", help=PROFILE_HELP)
+    else:
+        parser.add_argument("--profile", default="tiny/full", help=f"{PROFILE_HELP}; default: %(default)s")
+    set_option(parser, "change a key of the profile, such as ppo.steps=20; may be repeated")
+    parser.add_argument("--until", default="", metavar="STAGE", help="stop after this stage")
+    parser.add_argument("--force", action="append", default=[], metavar="STAGE", help="run this stage even if finished")
+    parser.add_argument("--strict-code", action="store_true", help="run a stage again after any change of its code")
+    parser.add_argument(
+        "--strict-env", action="store_true", help="run a stage again if Python or a package has another version"
+    )
+
+
+def set_option(parser: argparse.ArgumentParser, text: str) -> None:
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help=text)
+
+
+def json_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON and nothing else (docs/command_line.md)")

@@ -9,7 +9,17 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from pipelines.cli.common import console, print_json, print_line, short, store_folder
+from pipelines.cli.common import (
+    STORE_HELP,
+    console,
+    json_option,
+    print_json,
+    print_line,
+    set_option,
+    short,
+    store_folder,
+    store_option,
+)
 from pipelines.cli.display import PlainDisplay
 from pipelines.execution.diff import (
     Difference,
@@ -41,6 +51,18 @@ from rlhf_core.tracking.memory import MemoryTracker
 
 LONGEST_ANSWER = 400
 EXIT_DIFFERENT = 1
+
+
+def diff_options(parser: argparse.ArgumentParser) -> None:
+    text = "profile, label or digest of an artifact, folder, or name or id of an MLflow run"
+    parser.add_argument("a", metavar="A", help=text)
+    parser.add_argument("b", metavar="B", help="as A")
+    set_option(parser, "change a key of profile B")
+    parser.add_argument(
+        "--samples", type=int, default=3, metavar="N", help="number of prompts with different answers to show"
+    )
+    store_option(parser)
+    json_option(parser)
 
 
 def diff(options: argparse.Namespace) -> None:
@@ -76,6 +98,14 @@ def _as_json(ours: Side, theirs: Side, samples: int) -> dict[str, Any]:
     }
 
 
+def reproduce_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("artifact", help="digest of an artifact, or label of a stage")
+    parser.add_argument("--into", default="", metavar="FOLDER", help="empty store; default: in the state folder")
+    parser.add_argument("--store", default="", metavar="FOLDER", help=STORE_HELP.format("profile"))
+    parser.add_argument("--profile", required=True, help="profile whose run made the artifact")
+    set_option(parser, "change a key of --profile")
+
+
 def reproduce(options: argparse.Namespace) -> int:
     """Run a profile up to the stage of an artifact, in an empty store, and compare; return 1 if its bytes differ."""
     source = ArtifactStore(store_folder(options))
@@ -98,7 +128,7 @@ def reproduce(options: argparse.Namespace) -> int:
             raise ConfigError(f"{stage.label}.annotator", "mlflow", rule, "name what does not depend on it")
 
     wanted, display = RunOptions(until=label), PlainDisplay(console)
-    print_line(console, f"{options.artifact}: {ours.digest[:DIGITS]}, made again in {folder}")
+    print_line(f"{options.artifact}: {ours.digest[:DIGITS]}, made again in {folder}")
     with (
         on_signals(),
         open_run(config, lifecycle, wanted, home=home, tracker=MemoryTracker(), listener=display) as run,
@@ -139,7 +169,7 @@ def _check_same(ours: Side, theirs: Side) -> None:
 
 
 def _print(ours: Side, theirs: Side, samples: int) -> None:
-    print_line(console, f"A: {ours.name}   B: {theirs.name}")
+    print_line(f"A: {ours.name}   B: {theirs.name}")
     found = stage_differences(ours, theirs)
     _print_artifacts(ours, theirs)
     _print_config(ours, theirs)
@@ -147,8 +177,8 @@ def _print(ours: Side, theirs: Side, samples: int) -> None:
     _print_metrics(ours, theirs)
     for one in answers(ours, theirs, samples):
         _heading(f"prompt: {short(one.prompt, LONGEST_ANSWER)}")
-        print_line(console, f"A: {short(one.ours, LONGEST_ANSWER)}")
-        print_line(console, f"B: {short(one.theirs, LONGEST_ANSWER)}")
+        print_line(f"A: {short(one.ours, LONGEST_ANSWER)}")
+        print_line(f"B: {short(one.theirs, LONGEST_ANSWER)}")
 
 
 def _print_artifacts(ours: Side, theirs: Side) -> None:
@@ -180,11 +210,9 @@ def _print_stages(found: Sequence[Difference], ours: Side, theirs: Side) -> None
     )
     for one in found:
         for phrase in (*one.own, *one.inputs):
-            print_line(console, f"{one.label}: {phrase}")
+            print_line(f"{one.label}: {phrase}")
     for reason in dict.fromkeys(unknown.values()):
-        print_line(
-            console, f"not compared, {reason}: {', '.join(label for label, why in unknown.items() if why == reason)}"
-        )
+        print_line(f"not compared, {reason}: {', '.join(label for label, why in unknown.items() if why == reason)}")
 
 
 def _print_metrics(ours: Side, theirs: Side) -> None:

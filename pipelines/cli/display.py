@@ -84,13 +84,13 @@ class PlainDisplay(ProgressLines):
 
     def expect(self, stages: Sequence[PlannedStage], found: Outlook) -> None:
         """Print how much is to be done."""
-        print_line(self._console, str(found))
+        print_line(str(found), to=self._console)
 
     def warn(self, text: str) -> None:
-        print_line(self._console, f"warning: {text}")
+        print_line(f"warning: {text}", to=self._console)
 
     def write(self, line: str) -> None:
-        print_line(self._console, line)
+        print_line(line, to=self._console)
 
 
 class LiveDisplay:
@@ -161,7 +161,7 @@ class LiveDisplay:
             )
 
     def warn(self, text: str) -> None:
-        print_wrapped(self._console, f"warning: {text}", "yellow")
+        print_wrapped(f"warning: {text}", "yellow", to=self._console)
 
     def _render(self) -> RenderableType:
         with self._lock:
@@ -266,7 +266,7 @@ def print_decisions(rows: Sequence[tuple[str, Decision]], console: Console) -> N
     wide = max((len(label) for label, _ in rows), default=0)
     for label, decision in rows:
         line = f"{decision.action:<8} {label:<{wide}} {decision.key[:DIGITS] or '-':<{DIGITS}} {decision.reason}"
-        print_line(console, line)
+        print_line(line, to=console)
 
 
 def _placed_reason(reason: str, key: str, *, begin: int, width: int) -> str:

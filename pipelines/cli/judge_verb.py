@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from pipelines.cli.common import console, print_line
+from pipelines.cli.common import print_line
 from pipelines.services.home import Home
 from pipelines.services.user_servers import tracking_uri
 from rlhf_core.errors import ConfigError, RlhfError, nearest
@@ -29,6 +29,12 @@ LIMITS = BodyLimits(max_bytes=2**20)
 NOTHING = "no run waits for judgments; start one whose annotator has type = 'mlflow'"
 
 
+def judge_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("annotator", nargs="?", default="", help="name of the annotator; default: who has to judge")
+    parser.add_argument("--experiment", default="annotation", help="MLflow experiment of the queues (%(default)s)")
+    parser.add_argument("--port", type=int, default=0, help="port of the page; default: a free one")
+
+
 def judge(options: argparse.Namespace) -> None:
     """Serve the page of a queue until Ctrl-C, and open it in the browser if there is one."""
     uri = tracking_uri(Home.here())
@@ -40,11 +46,11 @@ def judge(options: argparse.Namespace) -> None:
         queue = chosen(options.annotator, reviews.queues())
     with listening("127.0.0.1", options.port) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/"
-        print_line(console, f"queue {queue.name}, {queue.done} of {queue.items} judged: {url}  (Ctrl-C ends it)")
+        print_line(f"queue {queue.name}, {queue.done} of {queue.items} judged: {url}  (Ctrl-C ends it)")
         webbrowser.open(url)
         with suppress(KeyboardInterrupt):
             uvicorn.Server(limited(page_of(reviews, queue.name, uri))).run(sockets=[listener])
-    print_line(console, "judgments count as they are when the run goes on: `rlhf runs` has its command")
+    print_line("judgments count as they are when the run goes on: `rlhf runs` has its command")
 
 
 def chosen(annotator: str, queues: list[ReviewedQueue]) -> ReviewedQueue:

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -34,76 +34,104 @@ EXIT_UNWRITTEN = 74
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 EXIT_PIPE = 141  # 128 + SIGPIPE: what read the output has ended, as `head` does
 
-DESCRIPTION = """Train language models from human feedback as cached, resumable stages. A profile (a TOML file) holds all
-settings of a pipeline; `--set KEY=VALUE` changes one of them."""
-EPILOG = """`rlhf COMMAND --help` describes a command, `rlhf --version` prints the version. Exit status: 0 success,
-1 a difference (`reproduce`) or a failure (`rehearse`, `sweep`, `status`, `doctor`), 2 invalid input, 69 budget spent, 74 disk full
-or output not written, 75 waiting for a person, 77 blocked by a gate, 130 interrupted, 141 reader of a pipe has ended."""
+DESCRIPTION = """Train language models from human feedback as cached, resumable stages.
+A profile (a TOML file) holds all settings of a pipeline; `--set KEY=VALUE`
+changes one of them."""
+EPILOG = """`rlhf COMMAND --help` describes a command, `rlhf --version` prints the version.
+Exit status: 0 success, 1 a difference (`reproduce`) or a failure (`rehearse`,
+`sweep`, `status`, `doctor`), 2 invalid input, 69 budget spent, 74 disk full or
+output not written, 75 waiting for a person, 77 blocked by a gate,
+130 interrupted, 141 reader of a pipe has ended."""
 EXAMPLES = """examples:
-  rlhf init my_desk              a folder with a profile, a reward, rows and a README
+  rlhf init my_desk              a folder with a profile, a reward and rows
   rlhf plan tiny/full            which stages would run, and why
   rlhf run tiny/full             run them; finished stages are reused"""
-GROUPS = {
-    "start": ("init", "profiles", "schema", "completion", "data", "try-reward", "doctor"),
-    "run": ("plan", "explain", "rehearse", "run", "sweep", "resume", "runs"),
-    "results": ("show", "diff", "reproduce", "chat", "serve", "serve-reward", "store", "usage"),
-    "decisions": ("judge", "approve", "reject", "champion", "rollback", "audit"),
-    "services": ("up", "deploy", "worker", "down", "status", "reconcile", "scaffold"),
-    "other tools": ("import-openrlhf",),
-}
-"""Headings of `rlhf --help`, and the commands below each."""
-COLUMN_HELP = "label of the prompt (label=TEXT), or a field of it, in JSON or as text; may be repeated"
-PROFILE_HELP = "TOML file, or name of a shipped profile (tiny/full)"
 TEXTS = ("prompt", "note")
 """Options whose value is a text: an empty one is what they are without it, and `~` is a sign like others."""
-STORE_HELP = "artifact store, a folder or s3://bucket/folder; default: the store of the {}"
-
-VERBS = {
-    "init": "pipelines.cli.start_verbs:init",
-    "profiles": "pipelines.cli.start_verbs:profiles",
-    "schema": "pipelines.cli.start_verbs:schema",
-    "completion": "pipelines.cli.completion:completion",
-    "up": "pipelines.cli.serve_verb:up",
-    "deploy": "pipelines.cli.deploy_verb:deploy",
-    "worker": "pipelines.cli.deploy_verb:worker",
-    "down": "pipelines.cli.serve_verb:down",
-    "status": "pipelines.cli.serve_verb:status",
-    "run": "pipelines.cli.run_command:run",
-    "rehearse": "pipelines.cli.rehearse_verb:rehearse_profile",
-    "sweep": "rlhf_contrib.sweep.verb:sweep",
-    "data": "pipelines.cli.data_verb:data",
-    "try-reward": "pipelines.cli.try_reward:try_reward",
-    "plan": "pipelines.cli.plan_verbs:plan",
-    "plan --estimate": "rlhf_contrib.planner.verb:estimate",
-    "explain": "pipelines.cli.plan_verbs:explain_stage",
-    "show": "pipelines.cli.show_verb:show",
-    "diff": "pipelines.cli.diff_verb:diff",
-    "reproduce": "pipelines.cli.diff_verb:reproduce",
-    "judge": "pipelines.cli.judge_verb:judge",
-    "approve": "pipelines.cli.serve_verb:approve",
-    "reject": "pipelines.cli.serve_verb:reject",
-    "champion": "pipelines.cli.serve_verb:champion",
-    "rollback": "pipelines.cli.serve_verb:rollback",
-    "reconcile": "pipelines.cli.recovery_verbs:reconcile",
-    "resume": "pipelines.cli.recovery_verbs:resume",
-    "runs": "pipelines.cli.store_lists:runs",
-    "chat": "pipelines.cli.chat:chat",
-    "serve": "rlhf_contrib.serve.verb:serve",
-    "serve-reward": "rlhf_contrib.serve.reward_verb:serve_reward",
-    "doctor": "pipelines.cli.doctor:doctor",
-    "import-openrlhf": "rlhf_contrib.openrlhf.verb:import_openrlhf",
-    "scaffold": "rlhf_contrib.places.verb:scaffold",
-    "usage": "pipelines.cli.accounts:usage",
-    "audit": "pipelines.cli.accounts:show_audit",
-    "store": "pipelines.cli.store_verbs:store",
-    "store ls": "pipelines.cli.store_lists:store_ls",
+COMMANDS = {
+    "start": {
+        "init": ("pipelines.cli.start_verbs:init", "Make a folder with a profile, a reward, rows and a README."),
+        "profiles": ("pipelines.cli.start_verbs:profiles", "List the shipped profiles."),
+        "schema": ("pipelines.cli.start_verbs:schema", "Print the JSON Schema of profiles, for completion in editors."),
+        "completion": ("pipelines.cli.completion:completion", "Print a script with which a shell completes commands."),
+        "data": ("pipelines.cli.data_verb:data", "Show the format, columns and dropped rows of data files."),
+        "try-reward": ("pipelines.cli.try_reward:try_reward", "Call a reward function on answers, as a run would."),
+        "doctor": ("pipelines.cli.doctor:doctor", "Check this machine: versions, memory, disk, ports, engines."),
+    },
+    "run": {
+        "plan": ("pipelines.cli.plan_verbs:plan", "Show which stages a run would execute or reuse, and why."),
+        "explain": (
+            "pipelines.cli.plan_verbs:explain_stage",
+            "Explain why a stage will run or is reused; suggest a command.",
+        ),
+        "rehearse": (
+            "pipelines.cli.rehearse_verb:rehearse_profile",
+            "Try a whole profile with tiny models and few rows.",
+        ),
+        "run": ("pipelines.cli.run_command:run", "Run a pipeline on this machine; finished stages are reused."),
+        "sweep": ("rlhf_contrib.sweep.verb:sweep", "Run a profile with several values of keys; compare results."),
+        "resume": ("pipelines.cli.recovery_verbs:resume", "Run an unfinished run again; finished stages are reused."),
+        "runs": ("pipelines.cli.store_lists:runs", "List the runs of this project and how to continue each."),
+    },
+    "results": {
+        "show": ("pipelines.cli.show_verb:show", "Show the result of a stage: rows, report, metrics, tensors."),
+        "diff": ("pipelines.cli.diff_verb:diff", "Compare two runs, artifacts or profiles."),
+        "reproduce": (
+            "pipelines.cli.diff_verb:reproduce",
+            "Make an artifact again in an empty store; compare the bytes.",
+        ),
+        "chat": ("pipelines.cli.chat:chat", "Chat with a policy."),
+        "serve": ("rlhf_contrib.serve.verb:serve", "Serve a policy with an OpenAI-compatible API on 127.0.0.1."),
+        "serve-reward": (
+            "rlhf_contrib.serve.reward_verb:serve_reward",
+            "Serve a reward function or a reward model over HTTP.",
+        ),
+        "store": ("pipelines.cli.store_command:store", "List, verify, pin, copy, clean up or share the store."),
+        "usage": ("pipelines.cli.accounts:usage", "Sum hours, CPU hours and GPU hours by user and project."),
+    },
+    "decisions": {
+        "judge": ("pipelines.cli.judge_verb:judge", "Judge the comparisons that a run waits for, in a browser."),
+        "approve": ("pipelines.cli.serve_verb:approve", "Approve an artifact at a gate; dependent stages may run."),
+        "reject": ("pipelines.cli.serve_verb:reject", "Reject an artifact at a gate; dependent stages will not run."),
+        "champion": (
+            "pipelines.cli.serve_verb:champion",
+            "Show the champion of a registered model and its predecessors.",
+        ),
+        "rollback": ("pipelines.cli.serve_verb:rollback", "Make the previous champion of a registered model champion."),
+        "audit": ("pipelines.cli.accounts:show_audit", "List who pinned, decided, published, rolled back or cleaned."),
+    },
+    "services": {
+        "up": ("pipelines.cli.serve_verb:up", "Start Prefect, MLflow and the deployments on 127.0.0.1."),
+        "deploy": ("pipelines.cli.deploy_verb:deploy", "Deploy a profile: a form of four fields on Prefect's page."),
+        "worker": ("pipelines.cli.deploy_verb:worker", "Run the scheduled runs of a Prefect work pool until stopped."),
+        "down": ("pipelines.cli.serve_verb:down", "Stop the services that `rlhf up` started."),
+        "status": ("pipelines.cli.serve_verb:status", "Show the services; exit with 1 if one does not respond."),
+        "reconcile": (
+            "pipelines.cli.recovery_verbs:reconcile",
+            "Mark killed runs as interrupted in Prefect and MLflow.",
+        ),
+        "scaffold": (
+            "rlhf_contrib.places.verb:scaffold",
+            "Write files to run profiles elsewhere: Slurm, Kubernetes, ...",
+        ),
+    },
+    "other tools": {
+        "import-openrlhf": (
+            "rlhf_contrib.openrlhf.verb:import_openrlhf",
+            "Translate OpenRLHF command lines into a profile.",
+        ),
+    },
 }
-"""Command -> its function, which takes the parsed options. Only the module of the command is imported.
+"""Heading of `rlhf --help` -> command -> its function, and its text.
 
-This table and the next line are the only places where the core names `rlhf_contrib`.
+The function takes the parsed options. If the command has options, a function with `_options` after its name adds them to a
+parser. Only the module of the command is imported. The core names `rlhf_contrib` only here and in the next two lines.
 """
+ESTIMATE = "rlhf_contrib.planner.verb:estimate"
+"""The function of `rlhf plan --estimate`."""
 WHEN_PLANNED = "rlhf_contrib.planner.verb:warn_of_memory"
 """What a run that has planned calls, if the topic is installed."""
+VERBS = {name: place for group in COMMANDS.values() for name, (place, _) in group.items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -133,17 +161,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str] | None) -> int:
     """Run one command; return its exit status."""
-    parser = _parser()
-    options = parser.parse_args(arguments)
-    if options.verb is None:
-        parser.print_help()
-        return 0
     hide_in_logs()
     show_warnings()
     skip_last_collections()
+    words = sys.argv[1:] if arguments is None else arguments
+    verb = next((word for word in words if not word.startswith("-")), "")
     before = {number: signal.signal(number, _interrupt) for number in terminations()}
     try:
-        check_needs(options.verb)
+        parser = _parser(only=verb)
+        options = parser.parse_args(words)
+        if options.verb is None:
+            parser.print_help()
+            return 0
+        check_needs(verb)
         return int(_verb(options)(options) or 0)
     except RlhfError as error:
         sys.stderr.write(f"{without_secrets(str(error))}\n")
@@ -152,7 +182,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         install = remedy(error.name or "")
         if not install:
             raise
-        sys.stderr.write(f"rlhf {options.verb}: needs {error.name}, which is not installed; {install}\n")
+        sys.stderr.write(f"rlhf {verb}: needs {error.name}, which is not installed; {install}\n")
         return EXIT_REFUSED
     except StageWaiting as waiting:
         sys.stderr.write(f"{without_secrets(str(waiting))}; run the same command again to continue\n")
@@ -161,7 +191,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         sys.stderr.write(f"{without_secrets(str(halted))}\n")
         return EXIT_BLOCKED if isinstance(halted, RunBlocked) else EXIT_OVER_BUDGET
     except KeyboardInterrupt:
-        sys.stderr.write(f"interrupted; finished work is kept{_resume(options)}\n")
+        sys.stderr.write(f"interrupted; finished work is kept{_resume(verb)}\n")
         return EXIT_INTERRUPTED
     finally:
         for number, handler in before.items():
@@ -244,379 +274,49 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-def _start_verbs(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
-    init = command("init", "Make a folder with a profile, a reward function, twenty rows and a README.")
-    init.add_argument("name", metavar="NAME", help="folder to make; its name is that of the runs, too")
-    command("profiles", "List the shipped profiles.")
-    command("schema", "Print the JSON Schema of a profile, from which editors complete its keys.")
-    complete = command("completion", "Print a script by which a shell completes commands, options and profiles.")
-    complete.add_argument("shell", choices=("bash", "zsh", "fish"), help="shell that reads it")
-
-
-def _parser() -> argparse.ArgumentParser:
-    # argparse, not cyclopts: `_verb` already imports a verb's module only when it runs, and `rlhf resume` rebuilds the
-    # options of a run as a Namespace from its flow parameters.
+def _parser(only: str | None = None) -> argparse.ArgumentParser:
+    """Return the parser of all commands. If `only` is given, the other commands have no options, and are not imported."""
+    # argparse, not cyclopts: a command's module is imported only when it runs.
     parser = _Parser(
         prog="rlhf", usage="rlhf COMMAND ...", formatter_class=argparse.RawDescriptionHelpFormatter, add_help=False
     )
     parser.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
     parser.add_argument("--version", action=_Version, nargs=0, help=argparse.SUPPRESS)
     verbs = parser.add_subparsers(dest="verb", prog="rlhf", metavar="COMMAND", help=argparse.SUPPRESS)
-    texts: dict[str, str] = {}
-
-    def command(name: str, text: str) -> argparse.ArgumentParser:
-        texts[name] = text
-        return verbs.add_parser(name, description=text)
-
-    _start_verbs(command)
-    status = _service_verbs(command)
-    _scaffold_verb(command("scaffold", "Write the files with which a place runs profiles: Slurm, Kubernetes, ..."))
-    _run_verb(command("run", "Run a pipeline on this machine; finished stages are reused."))
-    text = "Run the whole graph of a profile with tiny models and few rows; list problems."
-    _rehearse_verb(command("rehearse", text))
-    _sweep_verb(command("sweep", "Run a profile with several values of its keys and compare the results."))
-    data = command("data", "Show what data files hold: format, columns, dropped rows with reasons, two rows, tables.")
-    _data_verb(data)
-    _try_reward_verb(command("try-reward", "Call a reward function on answers, as a run would."))
-    _plan_verb(command("plan", "Show which stages a run would execute or reuse, and why, without running them."))
-    explain = command("explain", "Explain why a stage will run or is reused, and what to do next.")
-    _explain_verb(explain)
-    _show_verb(command("show", "Show what a stage made: preview, rows, report, metrics, tensors."))
-    diff = command("diff", "Compare two runs, artifacts or profiles.")
-    _diff_verb(diff)
-    _reproduce_verb(command("reproduce", "Rebuild an artifact in an empty store and compare it byte for byte."))
-    _judge_verb(command("judge", "Judge the comparisons that a run waits for, with keys, in a browser."))
-    _gate_verb(command("approve", "Approve an artifact at a gate; the stages that depend on it may run."))
-    _gate_verb(command("reject", "Reject an artifact at a gate; the stages that depend on it will not run."))
-    _registry_verbs(command)
-    _store_options(command("reconcile", "Mark killed runs as interrupted in Prefect, MLflow and the store."))
-    _resume_verb(command("resume", "Run an unfinished run again; finished stages are reused."))
-    runs = command("runs", "List the runs of this project, newest first, with the command that goes on with each.")
-    _store_options(runs)
-    _chat_verb(command("chat", "Chat with a policy."))
-    _serve_verb(command("serve", "Serve a policy with an OpenAI-compatible API on 127.0.0.1."))
-    _serve_reward_verb(command("serve-reward", "Serve a reward function or a reward model over HTTP."))
-    command("doctor", "Check this machine: versions, memory, disk, ports, engines.")
-    _import_verb(command("import-openrlhf", "Translate OpenRLHF command lines into a profile."))
-    _store_verbs(command("store", "List, verify, pin, copy, clean up or share the artifact store."))
-    accounts = (
-        command("usage", "Sum the hours, CPU hours and GPU hours of results by user and project."),
-        command("audit", "List who pinned, decided, published, rolled back or collected garbage, newest first."),
-    )
-    _account_verbs(*accounts)
-    for verb in (data, explain, diff, runs, status, *accounts):
-        _json_option(verb)
-    parser.description = "\n\n".join([DESCRIPTION, *_grouped(texts), EXAMPLES, EPILOG])
+    paragraphs, width = [], max(map(len, VERBS)) + 2
+    for title, group in COMMANDS.items():
+        lines = [f"{title}:"]
+        for name, (place, text) in group.items():
+            lines.append(f"  {name:<{width}}{text}")
+            verb = verbs.add_parser(name, description=text)
+            if only in (None, name):
+                module, function = place.split(":")
+                getattr(importlib.import_module(module), f"{function}_options", _no_options)(verb)
+        paragraphs.append("\n".join(lines))
+    parser.description = "\n\n".join([DESCRIPTION, *paragraphs, EXAMPLES, EPILOG])
     return parser
 
 
-def _service_verbs(command: Callable[[str, str], argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    """Add the verbs of services and deployments; return that of `status`, which can print JSON."""
-    up = command("up", "Start Prefect, MLflow and the deployments on 127.0.0.1.")
-    up.add_argument("--foreground", action="store_true", help="stay in the foreground and supervise until Ctrl-C")
-    _deploy_verb(command("deploy", "Make a deployment of a profile: a form of four fields on Prefect's page."))
-    _worker_verb(command("worker", "Run what is scheduled in a work pool of Prefect, until it is stopped."))
-    down = command("down", "Stop the services that `rlhf up` started.")
-    down.add_argument("--yes", action="store_true", help="do not ask if runs are in progress")
-    return command("status", "Show the services and their addresses; exit with 1 if one does not respond.")
+def _no_options(parser: argparse.ArgumentParser) -> None:
+    """Add nothing to the parser of a command without options."""
 
 
-def _run_verb(run: argparse.ArgumentParser) -> None:
-    _profile_options(run)
-    run.add_argument("--wait", action="store_true", help="wait for annotations and approvals, then continue")
-
-
-def _resume_verb(resume: argparse.ArgumentParser) -> None:
-    resume.add_argument(
-        "run", nargs="?", default="", help="name or beginning of the id; default: newest unfinished run"
-    )
-
-
-def _deploy_verb(deploy: argparse.ArgumentParser) -> None:
-    deploy.add_argument("profile", help=PROFILE_HELP)
-    _set_option(deploy, "change a key of the profile before it is kept; may be repeated")
-    deploy.add_argument("--name", default="", help="name of the deployment; default: the profile's `name`")
-    deploy.add_argument("--cron", default="", help="schedule in UTC ('0 2 * * *'), or none; default: as it is")
-    deploy.add_argument("--pool", default="", help="work pool whose workers run it; default: the services of `rlhf up`")
-
-
-def _worker_verb(worker: argparse.ArgumentParser) -> None:
-    worker.add_argument("--pool", required=True, help="name of the work pool; it is made if there is none")
-    worker.add_argument(
-        "--runs-at-once", type=int, default=1, metavar="N", help="concurrent runs (default %(default)s)"
-    )
-
-
-def _scaffold_verb(scaffold: argparse.ArgumentParser) -> None:
-    places = ("container", "kubernetes", "server", "slurm")
-    scaffold.add_argument("place", choices=places, help="where profiles are to run")
-    scaffold.add_argument("--out", required=True, metavar="DIR", help="folder for the files")
-
-
-def _rehearse_verb(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("profile", help=PROFILE_HELP)
-    _set_option(parser, "change a key of the profile; may be repeated")
-    _json_option(parser)
-
-
-def _data_verb(data: argparse.ArgumentParser) -> None:
-    data.add_argument("files", nargs="*", metavar="FILE", help="file, folder or pattern, as `path` of a source")
-    data.add_argument("--profile", default="", help="describe the sources of this profile")
-    _set_option(data, "change a key of --profile")
-
-
-def _try_reward_verb(trial: argparse.ArgumentParser) -> None:
-    trial.add_argument("function", metavar="FUNCTION", help="file.py:function or module:function")
-    trial.add_argument("answers", nargs="+", metavar="ANSWER", help="answer to score; all of them in one call")
-    trial.add_argument("--prompt", default="", help="prompt that they answer")
-    trial.add_argument("--column", dest="columns", action="append", default=[], metavar="KEY=VALUE", help=COLUMN_HELP)
-    _function_options(trial)
-
-
-def _function_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--arguments", default="{}", metavar="JSON", help="keyword arguments of the function")
-    parser.add_argument(
-        "--timeout-s", type=float, default=60.0, help="seconds for one batch of the function (default %(default)s)"
-    )
-
-
-def _plan_verb(plan: argparse.ArgumentParser) -> None:
-    _profile_options(plan)
-    plan.add_argument(
-        "--estimate", action="store_true", help="predict memory and time of each stage; refuse what does not fit"
-    )
-    plan.add_argument(
-        "--on", default="", metavar="HARDWARE", help="h100 (default with GPUs), a100, rtx4090, ..., or cpu"
-    )
-    plan.add_argument(
-        "--host-gib", type=float, default=0.0, help="with --estimate: host memory of a node of GPUs, in GiB"
-    )
-    plan.add_argument("--terms", action="store_true", help="with --estimate: print what each memory is made of")
-    _json_option(plan)
-
-
-def _explain_verb(explain: argparse.ArgumentParser) -> None:
-    explain.add_argument("stage", help="label of the stage, as in `rlhf plan`")
-    explain.add_argument("--all", action="store_true", help="print the whole key and the record, too")
-    _profile_options(explain, positional=False)
-
-
-def _show_verb(show: argparse.ArgumentParser) -> None:
-    show.add_argument("artifact", help="stage label (the newest result, or that of --profile), digest, or folder")
-    show.add_argument("file", nargs="?", default="", metavar="FILE", help="file of it, or `metrics`; default: the best")
-    show.add_argument("--rows", type=int, default=3, metavar="N", help="rows of a table to show (default %(default)s)")
-    show.add_argument("--open", action="store_true", help="open the page in a browser")
-    _store_options(show)
-
-
-def _registry_verbs(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
-    champion = command("champion", "Show the champion of a registered model and the previous champions.")
-    rollback = command("rollback", "Make the previous champion of a registered model its champion again.")
-    for verb in (champion, rollback):
-        verb.add_argument("name", nargs="?", default="", help="name of the registered model; default: the only one")
-    rollback.add_argument("--reason", required=True, help="reason, kept in the registry")
-
-
-def _account_verbs(usage: argparse.ArgumentParser, audit: argparse.ArgumentParser) -> None:
-    usage.add_argument("--by", default="user,project", help="user, project, stage, label or day (default %(default)s)")
-    for verb in (usage, audit):
-        verb.add_argument("--since", default="30d", help="30d, 12h, 2w or a date (default %(default)s)")
-        _store_options(verb)
-
-
-def _import_verb(translator: argparse.ArgumentParser) -> None:
-    translator.add_argument("script", help="shell script, or - for standard input")
-    translator.add_argument("--out", default="", metavar="FILE", help="profile to write; default: standard output")
-    translator.add_argument("--lenient", action="store_true", help="list unknown flags instead of failing on them")
-
-
-def _chat_verb(chat: argparse.ArgumentParser) -> None:
-    chat.add_argument("policy", help="stage label (sft, ppo), digest, folder, `champion`, or URL of a server")
-    chat.add_argument("--token-env", default="", metavar="NAME", help="environment variable with the server's token")
-    chat.add_argument("--once", metavar="TEXT", help="answer TEXT and exit")
-    chat.add_argument("--max-tokens", type=int, default=64, help="maximum tokens per answer (default %(default)s)")
-    chat.add_argument("--temperature", type=float, default=0.7, help="sampling temperature (default %(default)s)")
-    _store_options(chat)
-
-
-def _grouped(texts: Mapping[str, str]) -> Iterator[str]:
-    """Yield a paragraph for each group of commands; argparse lists all commands as one."""
-    width = max(map(len, texts)) + 2
-    for title, names in GROUPS.items():
-        yield "\n".join([f"{title}:", *(f"  {name:<{width}}{texts[name]}" for name in names)])
-
-
-def _json_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print JSON and nothing else (docs/command_line.md)")
-
-
-def _judge_verb(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("annotator", nargs="?", default="", help="name of the annotator; default: who has to judge")
-    parser.add_argument("--experiment", default="annotation", help="MLflow experiment of the queues (%(default)s)")
-    parser.add_argument("--port", type=int, default=0, help="port of the page; default: a free one")
-
-
-def _gate_verb(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", help="profile, or name or id of the waiting run")
-    parser.add_argument("gate", help="name of the gate, as printed by the waiting run")
-    parser.add_argument("--reason", required=True, help="reason, kept with the decision")
-    parser.add_argument("--artifact", default="", metavar="DIGEST", help="which artifact, if several wait at the gate")
-    parser.add_argument("--question", default="", metavar="ID", help="which question, as printed by the waiting run")
-    parser.add_argument("--store", default="", metavar="FOLDER", help=STORE_HELP.format("profile or state folder"))
-
-
-def _sweep_verb(parser: argparse.ArgumentParser) -> None:
-    _profile_options(parser)
-    parser.add_argument(
-        "--grid", action="append", default=[], metavar="KEY=VALUE,...", help="values of a key; repeat for a product"
-    )
-    parser.add_argument("--random", type=int, metavar="N", help="draw N random points from --range and --grid")
-    parser.add_argument(
-        "--range",
-        action="append",
-        default=[],
-        metavar="KEY=LOW..HIGH",
-        help="interval of a key for --random and --optuna; KEY=log:LOW..HIGH for a logarithmic scale",
-    )
-    parser.add_argument("--optuna", type=int, metavar="N", help="search N points with Optuna")
-    parser.add_argument("--sweep-seed", type=int, help="seed of --random and --optuna (default 0)")
-    parser.add_argument(
-        "--metric",
-        default="",
-        metavar="[STAGE:]METRIC",
-        help="metric to compare, such as ppo/gold or reward_model:held_out/accuracy",
-    )
-    parser.add_argument("--direction", choices=("max", "min"), default="max", help="whether high or low is better")
-    parser.add_argument("--approve", action="store_true", help="run the best point to its end after an approval")
-
-
-def _diff_verb(parser: argparse.ArgumentParser) -> None:
-    text = "profile, label or digest of an artifact, folder, or name or id of an MLflow run"
-    parser.add_argument("a", metavar="A", help=text)
-    parser.add_argument("b", metavar="B", help="as A")
-    _set_option(parser, "change a key of profile B")
-    parser.add_argument(
-        "--samples", type=int, default=3, metavar="N", help="number of prompts with different answers to show"
-    )
-    _store_options(parser)
-
-
-def _reproduce_verb(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("artifact", help="digest of an artifact, or label of a stage")
-    parser.add_argument("--into", default="", metavar="FOLDER", help="empty store; default: in the state folder")
-    parser.add_argument("--store", default="", metavar="FOLDER", help=STORE_HELP.format("profile"))
-    parser.add_argument("--profile", required=True, help="profile whose run made the artifact")
-    _set_option(parser, "change a key of --profile")
-
-
-def _serve_verb(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("policy", help="`champion`, `champion:MODEL`, stage label (sft, ppo), digest, or folder")
-    parser.add_argument("--port", type=int, default=8000, help="port, or the next free one (default %(default)s)")
-    parser.add_argument("--adapter", default="", help="also serve a LoRA adapter: a folder, or a policy that has one")
-    parser.add_argument(
-        "--token-env", default="", metavar="NAME", help="environment variable with the token; default: a token file"
-    )
-    parser.add_argument(
-        "--max-model-len", type=int, default=0, metavar="N", help="context length in tokens; default: the model's"
-    )
-    parser.add_argument(
-        "--kv-cache-gib", type=float, default=1.0, help="KV cache in GiB, without a GPU (default %(default)s)"
-    )
-    _store_options(parser)
-
-
-def _serve_reward_verb(parser: argparse.ArgumentParser) -> None:
-    reward = parser.add_mutually_exclusive_group(required=True)
-    reward.add_argument("--function", default="", help="module:function or file.py:function")
-    reward.add_argument("--reward-model", default="", metavar="MODEL", help="stage label, digest, or folder")
-    _function_options(parser)
-    parser.add_argument("--render", action="store_true", help="format plain prompts with the reward model's template")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
-    parser.add_argument("--port", type=int, default=5000, help="port to listen on (default %(default)s)")
-    parser.add_argument("--token-env", default="", metavar="NAME", help="environment variable with the bearer token")
-    parser.add_argument("--max-batch", type=int, default=256, help="answers per batch (default %(default)s)")
-    parser.add_argument(
-        "--max-wait-ms",
-        type=float,
-        default=10.0,
-        help="milliseconds to wait for further requests before a batch is scored (default %(default)s)",
-    )
-    _store_options(parser)
-
-
-def _store_verbs(parser: argparse.ArgumentParser) -> None:
-    verbs = parser.add_subparsers(dest="store_verb", required=True, metavar="COMMAND")
-
-    def command(name: str, text: str) -> argparse.ArgumentParser:
-        return verbs.add_parser(name, help=text, description=text)
-
-    _json_option(command("ls", "List every artifact, newest first, with its stage, size and damage."))
-    verify = command("verify", "Read and hash every file of every artifact.")
-    verify.add_argument("--set-aside", action="store_true", help="let the next run make damaged artifacts again")
-    restore = command("restore", "Use an artifact again that verify has set aside.")
-    restore.add_argument("key", help="key of the stage, from `rlhf store ls`")
-    pin = command("pin", "Protect an artifact from gc.")
-    pin.add_argument("--note", default="", help="reason, kept with the pin")
-    for verb in (pin, command("unpin", "Allow gc to remove an artifact again.")):
-        verb.add_argument("target", help="digest, key or store:// URI")
-    collect = command("gc", "Remove artifacts that neither a recent run nor a pin needs.")
-    collect.add_argument("--dry-run", action="store_true", help="list them without removing them")
-    collect.add_argument(
-        "--keep-days", type=float, help="keep what runs used in the last days; default: of the profile's project, or 30"
-    )
-    for name, way, other in (("push", "to", "TO"), ("pull", "from", "FROM")):
-        copied = command(name, f"Copy an artifact with its record {way} another store.")
-        copied.add_argument("target", metavar="ARTIFACT", help="stage label or digest")
-        copied.add_argument("other", metavar=other, help="the other store: a folder, or a bucket (s3://bucket/folder)")
-    share = command("share", "Share the store with the members of a Unix group.")
-    share.add_argument("--group", required=True, help="group; you must be a member of it")
-    for verb in verbs.choices.values():
-        _store_options(verb)
-
-
-def _store_options(parser: argparse.ArgumentParser) -> None:
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--store", default="", metavar="PLACE", help=STORE_HELP.format("state folder"))
-    which.add_argument("--profile", default="", help="use the store of this profile")
-
-
-def _profile_options(parser: argparse.ArgumentParser, *, positional: bool = True) -> None:
-    if positional:
-        parser.add_argument("profile", help=PROFILE_HELP)
-    else:
-        parser.add_argument("--profile", default="tiny/full", help=f"{PROFILE_HELP}; default: %(default)s")
-    _set_option(parser, "change a key of the profile, such as ppo.steps=20; may be repeated")
-    parser.add_argument("--until", default="", metavar="STAGE", help="stop after this stage")
-    parser.add_argument("--force", action="append", default=[], metavar="STAGE", help="run this stage even if finished")
-    parser.add_argument("--strict-code", action="store_true", help="run a stage again after any change of its code")
-    parser.add_argument(
-        "--strict-env", action="store_true", help="run a stage again if Python or a package has another version"
-    )
-
-
-def _set_option(parser: argparse.ArgumentParser, text: str) -> None:
-    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help=text)
+def _function_at(place: str) -> Callable[..., Any]:
+    """Import a module and return its function; the late import keeps `rlhf --help` fast."""
+    module, function = place.split(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    return found
 
 
 def _verb(options: argparse.Namespace) -> Callable[[argparse.Namespace], int | None]:
-    """Import the module of a command and return its function; the late import keeps `rlhf --help` fast."""
-    match vars(options):
-        case {"verb": "store", "store_verb": "ls"}:
-            name = "store ls"
-        case {"verb": "plan", "estimate": True}:
-            name = "plan --estimate"
-        case _:
-            name = options.verb
-    module, function = VERBS[name].split(":")
-    found: Callable[[argparse.Namespace], int | None] = getattr(importlib.import_module(module), function)
-    return found
+    """Return the function of a command."""
+    return _function_at(ESTIMATE if options.verb == "plan" and options.estimate else VERBS[options.verb])
 
 
 def when_planned(*arguments: Any) -> None:
     """Call `WHEN_PLANNED` with the configuration, the planned stages and the store of a run."""
-    module, function = WHEN_PLANNED.split(":")
-    if importlib.util.find_spec(module.partition(".")[0]) is not None:
-        getattr(importlib.import_module(module), function)(*arguments)
+    if importlib.util.find_spec(WHEN_PLANNED.partition(".")[0]) is not None:
+        _function_at(WHEN_PLANNED)(*arguments)
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:
@@ -624,8 +324,8 @@ def _interrupt(signum: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _resume(options: argparse.Namespace) -> str:
-    return "; run the same command again to continue" if options.verb in ("run", "resume") else ""
+def _resume(verb: str) -> str:
+    return "; run the same command again to continue" if verb in ("run", "resume") else ""
 
 
 if __name__ == "__main__":

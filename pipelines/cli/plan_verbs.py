@@ -7,20 +7,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipelines.cli.common import console, print_json, print_line, print_wrapped
+from pipelines.cli.common import console, json_option, print_json, print_line, print_wrapped, profile_options
 from pipelines.cli.display import print_decisions
-from pipelines.execution.executor import RunOptions
 from pipelines.execution.key_metric import key_metric
 from pipelines.execution.opening import plan_run, store_of
 from pipelines.execution.plan import DIGITS, PENDING, PlannedStage, check_labels, outlook, version_lines
+from pipelines.execution.request import RunRequest
 from pipelines.flows.full import lifecycle
 from pipelines.flows.graph import agents_of
-from pipelines.flows.profile import PipelineConfig, load_profile
+from pipelines.flows.profile import PipelineConfig, profile_names
 from pipelines.flows.recipe import drawn
 from pipelines.services.home import Home
 from rlhf_core.by_path import is_path
+from rlhf_core.errors import ConfigError
 from rlhf_core.stage.decision import last_record, target_of
-from rlhf_core.stage.key import Strictness
 from rlhf_core.store import attempts
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.records import KeyRecord
@@ -32,9 +32,25 @@ MOST_NOTES = 3
 """Lines of versions and of notes that `rlhf explain` prints without `--all`, so that 15 lines hold everything."""
 
 
+def plan_options(parser: argparse.ArgumentParser) -> None:
+    profile_options(parser)
+    parser.add_argument(
+        "--estimate", action="store_true", help="predict memory and time of each stage; refuse what does not fit"
+    )
+    parser.add_argument(
+        "--on", default="", metavar="HARDWARE", help="h100 (default with GPUs), a100, rtx4090, ..., or cpu"
+    )
+    parser.add_argument(
+        "--host-gib", type=float, default=0.0, help="with --estimate: host memory of a node of GPUs, in GiB"
+    )
+    parser.add_argument("--terms", action="store_true", help="with --estimate: print what each memory is made of")
+    json_option(parser)
+
+
 def plan(options: argparse.Namespace) -> None:
     """Print the decision for every stage, how many stages run, and how long they took last time."""
-    config, store, planned = planned_stages(options)
+    request = RunRequest.from_parameters(vars(options))
+    config, store, planned = planned_stages(request)
     found = outlook(planned, store)
     notes: dict[str, list[str]] = {}
     for stage in planned:
@@ -51,13 +67,13 @@ def plan(options: argparse.Namespace) -> None:
         )
         return
     for line in drawn(config.steps()) if config.recipe or config.rounds else ():
-        print_wrapped(console, line)
+        print_wrapped(line)
     print_decisions([(stage.label, stage.decision) for stage in planned], console)
     for line, labels in notes.items():
-        print_wrapped(console, f"{', '.join(labels)}: {line}")
+        print_wrapped(f"{', '.join(labels)}: {line}")
     if files := imported_files(config, planned):
-        print_wrapped(console, f"imports: {', '.join(files)}")
-    print_wrapped(console, str(found))
+        print_wrapped(f"imports: {', '.join(files)}")
+    print_wrapped(str(found))
 
 
 def imported_files(config: PipelineConfig, planned: Sequence[PlannedStage]) -> list[str]:
@@ -73,18 +89,29 @@ def imported_files(config: PipelineConfig, planned: Sequence[PlannedStage]) -> l
     return list(dict.fromkeys(str(one.relative_to(here) if one.is_relative_to(here) else one) for one in files))
 
 
+def explain_stage_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("stage", help="label of the stage, as in `rlhf plan`")
+    parser.add_argument("--all", action="store_true", help="print the whole key and the record, too")
+    profile_options(parser, positional=False)
+    json_option(parser)
+
+
 def explain_stage(options: argparse.Namespace) -> None:
     """Print the decision for one stage with what it rests on, in 15 lines, and the next command."""
-    _, store, planned = planned_stages(options, here=False)
+    request = RunRequest.from_parameters(vars(options))
+    if options.stage.endswith(".toml") or options.stage in profile_names():
+        remedy = f"name a stage: rlhf explain STAGE --profile {shlex.quote(options.stage)}"
+        raise ConfigError("explain", options.stage, "is a profile", remedy)
+    _, store, planned = planned_stages(request, here=False)
     check_labels(planned, {"explain": [options.stage]})
     stage = next(stage for stage in planned if stage.label == options.stage)
     record = store.record(stage.decision.key) if stage.decision.key else None
     pending = any(ref.uri.startswith(PENDING) for ref in stage.spec.refs())
-    payload = {} if pending else target_of(store, stage.spec, strict=_strictness(options)).payload
+    payload = {} if pending else target_of(store, stage.spec, strict=request.strict).payload
     versions = [] if pending else list(version_lines(store, stage.spec, record))
     notes = _unseen(store, stage) + _rounded(stage)
     whole = {"payload": payload, "record": None if record is None else record.to_json()}
-    following = _next(options, stage, record)
+    following = _next(request, stage, record)
     if options.json:
         found = {"versions": versions, "notes": notes, "next": following}
         print_json(_decision(stage) | whole | found)
@@ -92,21 +119,20 @@ def explain_stage(options: argparse.Namespace) -> None:
     shown = None if options.all else MOST_NOTES
     facts = [*_facts(store, stage, record), *_shortened(versions, shown), *_shortened(notes, shown)]
     for line in (f"{stage.label}: {stage.decision.action}: {stage.decision.reason}", *facts):
-        print_wrapped(console, line)
+        print_wrapped(line)
     for table in whole.values() if options.all else ():
         if table:
             console.print_json(json.dumps(table, default=str))
-    print_line(console, f"next: {following}")
+    print_line(f"next: {following}")
 
 
 def planned_stages(
-    options: argparse.Namespace, *, here: bool = True
+    request: RunRequest, *, here: bool = True
 ) -> tuple[PipelineConfig, ArtifactStore, list[PlannedStage]]:
     """The profile, its store and the plan; packages are not missed for stages that would not run `here`."""
-    config = load_profile(options.profile, options.overrides)
-    wanted = RunOptions(until=options.until, force=tuple(options.force), strict=_strictness(options))
+    config = request.config()
     store = store_of(config, Home.here())
-    return config, store, plan_run(config, lifecycle, wanted, store=store, here=here)
+    return config, store, plan_run(config, lifecycle, request.options(), store=store, here=here)
 
 
 def _decision(stage: PlannedStage) -> dict[str, Any]:
@@ -152,14 +178,14 @@ def _shortened(lines: Sequence[str], most: int | None) -> list[str]:
     return [*lines[:most], *more]
 
 
-def _next(options: argparse.Namespace, stage: PlannedStage, record: KeyRecord | None) -> str:
+def _next(request: RunRequest, stage: PlannedStage, record: KeyRecord | None) -> str:
     """Return the command that a reader of the explanation needs next."""
     if record is not None and isinstance(record.handle, PolicyRef):
-        return shlex.join(["rlhf", "chat", record.handle.digest[:DIGITS], "--profile", options.profile])
-    words = ["rlhf", "run", options.profile, *(word for text in options.overrides for word in ("--set", text))]
+        return shlex.join(["rlhf", "chat", record.handle.digest[:DIGITS], "--profile", request.profile])
+    words = ["rlhf", "run", request.profile, *(word for text in request.overrides for word in ("--set", text))]
     if stage.decision.action != "BLOCKED":  # a whole run names the question that blocks it
         words += ["--until", stage.label]
-    words += ["--force", stage.label] if record is not None or stage.label in options.force else []
+    words += ["--force", stage.label] if record is not None or stage.label in request.force else []
     return shlex.join(words)
 
 
@@ -188,7 +214,3 @@ def _rounded(stage: PlannedStage) -> list[str]:
     return [
         "adapters are merged into bfloat16 weights, which lose changes below about 1/500 of a weight (docs/algorithms.md)"
     ]
-
-
-def _strictness(options: argparse.Namespace) -> Strictness:
-    return Strictness(code=options.strict_code, env=options.strict_env)

@@ -1,6 +1,5 @@
 """Run a pipeline from Python: `from pipelines import run`."""
 
-import argparse
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -8,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipelines.cli.common import console
 from pipelines.cli.run_command import shown_run
+from pipelines.execution.request import RunRequest
 from pipelines.flows.profile_text import toml_literal
 from pipelines.services.home import Home
 from rlhf_core.errors import ConfigError
@@ -48,13 +47,9 @@ def run(
     if isinstance(force, str):
         raise ConfigError("force", force, "must be a list of stages", f"[{force!r}]")
     changes = {key: "none" if value is None else toml_literal(value) for key, value in (overrides or {}).items()}
-    options = argparse.Namespace(
-        profile=str(profile),
-        overrides=[f"{key}={text}" for key, text in changes.items()],
-        until=until, force=list(force), strict_code=False, strict_env=False,
-    )  # fmt: skip
+    request = RunRequest(str(profile), tuple(f"{key}={text}" for key, text in changes.items()), until, tuple(force))
     with _environment(home):
-        store, refs, tally, _ = shown_run(options, Home.here().make(), console)
+        store, refs, tally, _ = shown_run(request, Home.here().make())
         found: dict[str, StageResult] = {}
         for label, ref in refs.items():
             decision, metrics = tally.decisions[label], tally.metrics_of[label]

@@ -2,11 +2,15 @@
 
 import argparse
 
-from pipelines.cli.common import console, print_line, print_wrapped, store_folder
+from pipelines.cli.common import console, print_line, print_wrapped, store_folder, store_option
 from pipelines.services.home import Home
 from pipelines.services.reconcile import reconcile_all, some_prefect, was_used
 from rlhf_core.errors import ConfigError
 from rlhf_core.store.artifacts import ArtifactStore
+
+
+def reconcile_options(parser: argparse.ArgumentParser) -> None:
+    store_option(parser)
 
 
 def reconcile(options: argparse.Namespace) -> None:
@@ -14,8 +18,14 @@ def reconcile(options: argparse.Namespace) -> None:
     home, count = Home.here(), 0
     for line in reconcile_all(home, [ArtifactStore(store_folder(options))]):
         count += 1
-        print_line(console, line)
+        print_line(line)
     console.print("nothing to reconcile: every run shown as running is running" if not count else f"{count} corrected")
+
+
+def resume_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "run", nargs="?", default="", help="name or beginning of the id; default: newest unfinished run"
+    )
 
 
 def resume(options: argparse.Namespace) -> None:
@@ -26,15 +36,15 @@ def resume(options: argparse.Namespace) -> None:
             raise ConfigError(
                 "resume", options.run, f"no run was started yet in {home.root}", "list runs with `rlhf runs`"
             )
-        print_wrapped(console, f"nothing was run yet in {home.root}: `rlhf run tiny/full` is a start")
+        print_wrapped(f"nothing was run yet in {home.root}: `rlhf run tiny/full` is a start")
         return
     with some_prefect(home) as served:
         # Prefect reads its settings when it is imported, and `some_prefect` has just made them.
         from pipelines.execution.resume import resume as resume_flow_run
 
         found = resume_flow_run(options.run, served=served)
-    print_line(console, found.message)
-    if found.options is not None:
-        from pipelines.cli import run_command  # 0.6 s, for a run that is to be run here
+    print_line(found.message)
+    if found.request is not None:
+        from pipelines.cli.run_command import run_request  # 0.6 s, for a run that is to be run here
 
-        run_command.run(found.options)
+        run_request(found.request)

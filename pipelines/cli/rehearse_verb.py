@@ -7,11 +7,7 @@ import time
 from collections import Counter
 from dataclasses import asdict
 
-from pipelines.cli.common import (
-    console,
-    print_json,
-    print_line,
-)
+from pipelines.cli.common import PROFILE_HELP, json_option, print_json, print_line, set_option
 from pipelines.flows.profile import load_profile
 from pipelines.rehearse.problems import Rehearsal
 from pipelines.services.home import Home
@@ -20,6 +16,12 @@ EXIT_PROBLEMS = 1
 CLUSTER = "RAY_ADDRESS"
 QUIET = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 """Settings of libraries, whose reports on random weights say nothing."""
+
+
+def rehearse_profile_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("profile", help=PROFILE_HELP)
+    set_option(parser, "change a key of the profile; may be repeated")
+    json_option(parser)
 
 
 def rehearse_profile(options: argparse.Namespace) -> int:
@@ -33,7 +35,7 @@ def rehearse_profile(options: argparse.Namespace) -> int:
     from pipelines.rehearse.runner import rehearse  # transformers, which reads these settings when it is imported
 
     quiet = options.json
-    found = rehearse(config, show=lambda line: None if quiet else print_line(console, line))
+    found = rehearse(config, show=lambda line: None if quiet else print_line(line))
     seconds = time.monotonic() - began
     if quiet:
         cuts = [str(cut) for cut in found.cuts]
@@ -45,7 +47,7 @@ def rehearse_profile(options: argparse.Namespace) -> int:
         print_json(values | {"problems": [asdict(one) for one in found.problems], "seconds": round(seconds, 1)})
     else:
         print_report(found, options.profile, seconds)
-        print_line(console, f"warnings and tracebacks: {log}")
+        print_line(f"warnings and tracebacks: {log}")
     return EXIT_PROBLEMS if found.problems else 0
 
 
@@ -55,17 +57,17 @@ def print_report(
     seconds: float,
 ) -> None:
     """Print the cuts, the facts, the problems by class, and a summary."""
-    print_line(console, "\ncut for the rehearsal:")
+    print_line("\ncut for the rehearsal:")
     for cut in found.cuts:
-        print_line(console, f"  {cut}")
+        print_line(f"  {cut}")
     for fact in found.facts:
-        print_line(console, fact)
+        print_line(fact)
     for kind in dict.fromkeys(problem.kind for problem in found.problems):
-        print_line(console, f"\n{kind}:")
+        print_line(f"\n{kind}:")
         for problem in found.problems:
             if problem.kind == kind:
-                print_line(console, f"  {problem.text}")
+                print_line(f"  {problem.text}")
     states = Counter("waited" if one.state.startswith("after") else one.state for one in found.nodes)
     counts = ", ".join(f"{count} {state}" for state, count in states.items())
-    print_line(console, f"\n{profile}: {counts or 'no stage ran'}; {len(found.problems)} problems; {seconds:.0f} s")
-    print_line(console, f"memory and time at the real size: rlhf plan {profile} --estimate")
+    print_line(f"\n{profile}: {counts or 'no stage ran'}; {len(found.problems)} problems; {seconds:.0f} s")
+    print_line(f"memory and time at the real size: rlhf plan {profile} --estimate")

@@ -10,9 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from rich.console import Console
-
-from pipelines.cli.common import console, print_line
+from pipelines.cli.common import console, print_line, profile_options
 from pipelines.cli.display import LiveDisplay, PlainDisplay, open_display, results_tables
 from pipelines.execution.executor import Listener, RunOptions, Tally
 from pipelines.execution.local import LazyRuntime
@@ -27,21 +25,21 @@ from pipelines.execution.opening import (
     store_of,
 )
 from pipelines.execution.plan import PlannedStage, outlook
+from pipelines.execution.request import RunRequest
 from pipelines.execution.run import PipelineRun, policies_of
 from pipelines.execution.summary import run_name
 from pipelines.flows.full import lifecycle
-from pipelines.flows.profile import PipelineConfig, load_profile
+from pipelines.flows.profile import PipelineConfig
 from pipelines.services.handover import kept_prefect
 from pipelines.services.home import Home
 from pipelines.services.links import with_addresses
-from pipelines.services.run_notes import COMPLETED, whereabouts
+from pipelines.services.run_notes import COMPLETED
 from pipelines.services.running import ServiceError, proven, running, wait_for
 from pipelines.services.servers import SERVER_TIMEOUT_S, PrivateServer, private_server
 from pipelines.services.user_servers import connect_user_prefect, tracking_uri, user_prefect
 from pipelines.services.waits import may_go_on
 from rlhf_core.errors import RlhfError
 from rlhf_core.secrets.redaction import shown
-from rlhf_core.stage.key import Strictness
 from rlhf_core.stage.stopping import StageWaiting
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import ArtifactRef, ReportRef
@@ -54,15 +52,21 @@ OUR_LOGGERS = ("pipelines", "stages", "rlhf_core", "rlhf_contrib")
 WAIT_LOOK_S = 10.0
 
 
+def run_options(parser: argparse.ArgumentParser) -> None:
+    profile_options(parser)
+    parser.add_argument("--wait", action="store_true", help="wait for annotations and approvals, then continue")
+
+
 def run(options: argparse.Namespace) -> None:
     """Run a pipeline in this process; with `--wait`, again after each annotation or decision that it waits for."""
+    request = RunRequest.from_parameters(vars(options))
     while True:
         try:
-            run_profile(options, console)
+            run_request(request)
         except StageWaiting as waiting:
             if not options.wait or not waiting.condition:
                 raise
-            print_line(console, f"{waiting}; Ctrl-C ends the wait")
+            print_line(f"{waiting}; Ctrl-C ends the wait")
             _await_people(waiting.condition)
         else:
             return
@@ -78,24 +82,23 @@ def _await_people(condition: Mapping[str, Any]) -> None:
             logger.warning("%s", error)
 
 
-def run_profile(options: argparse.Namespace, console: Console) -> None:
+def run_request(request: RunRequest) -> None:
     """Run a profile and print its results; raise RlhfError for errors that the user can fix."""
     home = Home.here().make()
-    store, results, _, done = shown_run(options, home, console)
-    _print_links(home, {} if done is None else done.links, console)
-    _print_results(results, store, done, console)
+    store, results, _, done = shown_run(request, home)
+    _print_links(home, {} if done is None else done.links)
+    _print_results(results, store, done)
 
 
 def shown_run(
-    options: argparse.Namespace, home: Home, console: Console
+    request: RunRequest, home: Home
 ) -> tuple[ArtifactStore, dict[str, ArtifactRef], Tally, PipelineRun | None]:
     """Run a profile with its progress on the console; return its store, the artifacts by label, what was decided, and the run.
 
     If every stage is cached and no service runs, neither Prefect nor MLflow is started, and the run is None.
     """
-    config = load_profile(options.profile, options.overrides)
+    config, wanted = request.config(), request.options()
     store = store_of(config, home)
-    wanted = run_options(options)
     with open_display(console) as display, kept_log(home, display):
         tally = Tally(display)
         planned = plan_run(config, lifecycle, wanted, store=store)
@@ -115,28 +118,16 @@ def shown_run(
             # If all stages were cached a moment ago, a result is gone now: the run plans again, with the checks of a plan.
             stale = not watched and all(stage.decision.action == "HIT" for stage in planned)
             with prefect_server(home) as server:
-                done = run_recorded(config, None if stale else planned, wanted, options, home, tally, server=server)
+                done = run_recorded(config, None if stale else planned, wanted, request, home, tally, server=server)
                 results = done.results
     return store, results, tally, done
-
-
-def run_options(options: argparse.Namespace) -> RunOptions:
-    """Return the options of a run from those of the command line."""
-    strict = Strictness(code=options.strict_code, env=options.strict_env)
-    return RunOptions(
-        until=options.until,
-        force=tuple(options.force),
-        strict=strict,
-        overrides=tuple(options.overrides),
-        profile=whereabouts(options.profile),
-    )
 
 
 def run_recorded(
     config: PipelineConfig,
     planned: list[PlannedStage] | None,
     wanted: RunOptions,
-    options: argparse.Namespace,
+    request: RunRequest,
     home: Home,
     listener: Listener,
     *,
@@ -158,7 +149,7 @@ def run_recorded(
         # Prefect takes two seconds, which a run of cached stages does without, and reads the settings made above.
         from pipelines.cli.command_flow import run_flow
 
-        run_flow(pipeline_run, config, options, server)
+        run_flow(pipeline_run, config, request, server)
     return pipeline_run
 
 
@@ -184,31 +175,29 @@ def prefect_server(home: Home) -> Iterator[PrivateServer | None]:
         yield server
 
 
-def _print_results(
-    results: Mapping[str, ArtifactRef], store: ArtifactStore, done: PipelineRun | None, console: Console
-) -> None:
+def _print_results(results: Mapping[str, ArtifactRef], store: ArtifactStore, done: PipelineRun | None) -> None:
     report = results.get("evaluate")
     if isinstance(report, ReportRef):
         folder = store.path(report)
         kept = None if done is None or done.note is None else done.note.page  # with the run's name, seed and links
         shown_page = folder / "report.html" if kept is None or not kept.is_file() else kept
-        console.print(f"report: {shown_page}", highlight=False, soft_wrap=True)
+        print_line(f"report: {shown_page}")
         table = json.loads((folder / "report.json").read_text(encoding="utf-8"))
         console.print(results_tables(table, console.width))
 
 
-def _print_links(home: Home, links: Mapping[str, str], console: Console) -> None:
+def _print_links(home: Home, links: Mapping[str, str]) -> None:
     services = running(home)
     theirs = user_prefect(home)
     if theirs and (services is None or services.prefect_api != theirs):
-        console.print(f"Prefect {shown(theirs).removesuffix('/api')}", highlight=False, soft_wrap=True)
+        print_line(f"Prefect {shown(theirs).removesuffix('/api')}")
     elif services is None:
-        console.print("to see runs in a browser: `rlhf up` starts Prefect and MLflow", highlight=False)
+        print_line("to see runs in a browser: `rlhf up` starts Prefect and MLflow")
     else:
         pages = ("prefect.url", services.prefect_url), ("mlflow.url", services.mlflow_page)
         # They may have other addresses than when the run began.
         prefect, mlflow = (with_addresses(links[link], services) if link in links else page for link, page in pages)
-        console.print(f"Prefect {prefect}\nMLflow  {mlflow}", highlight=False, soft_wrap=True)
+        print_line(f"Prefect {prefect}\nMLflow  {mlflow}")
 
 
 @contextmanager

@@ -5,7 +5,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from pipelines.cli.common import console, print_json, print_line, print_wrapped
+from pipelines.cli.common import STORE_HELP, console, json_option, print_json, print_line, print_wrapped
 from pipelines.cli.find_model import model_name
 from pipelines.execution.approving import Meant, answer_gate
 from pipelines.services import servers
@@ -21,10 +21,14 @@ from rlhf_core.tracking.mlflow_client import FLOW_RUN_TAG
 # ---------------------------------------------------------------- services verbs
 
 
+def up_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--foreground", action="store_true", help="stay in the foreground and supervise until Ctrl-C")
+
+
 def up(options: argparse.Namespace) -> None:
     """Start the services and print their addresses."""
     home = Home.here()
-    print_wrapped(console, f"starting the services (logs in {home.logs}) ...", "dim")
+    print_wrapped(f"starting the services (logs in {home.logs}) ...", "dim")
     found = servers.up(home, foreground=options.foreground)
     lines = [f"Prefect  {_prefect_page(home, found)}", f"MLflow   {found.mlflow_page}"]
     if not found.prefect_api:
@@ -33,7 +37,11 @@ def up(options: argparse.Namespace) -> None:
         lines += [f"  export PREFECT_API_AUTH_STRING=$(cat {file})"]
     lines += ["start a run:  prefect deployment run rlhf-pipeline/full --watch", "stop:         rlhf down"]
     for line in lines:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        print_line(line)
+
+
+def down_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--yes", action="store_true", help="do not ask if runs are in progress")
 
 
 def down(options: argparse.Namespace) -> None:
@@ -43,12 +51,16 @@ def down(options: argparse.Namespace) -> None:
     for one in active:
         # A run of a deployment, which has no profile in its record, is a process of the services.
         effect = "continues without the services" if one.profile else "saves and stops; continue it with `rlhf resume`"
-        print_line(console, f"in progress: {one.name}, {effect}")
+        print_line(f"in progress: {one.name}, {effect}")
     if active and not options.yes and sys.stdin.isatty():
         console.print("stop the services? [y/N] ", end="", markup=False)
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
             return
     console.print("stopped" if servers.down(home) else "nothing was running")
+
+
+def status_options(parser: argparse.ArgumentParser) -> None:
+    json_option(parser)
 
 
 def status(options: argparse.Namespace) -> int:
@@ -69,7 +81,7 @@ def status(options: argparse.Namespace) -> int:
     well = servers.states(home, found)
     for name, url in (("Prefect", _prefect_page(home, found)), ("MLflow", found.mlflow_page)):
         said = "answers" if well[name] else "does not answer"
-        console.print(f"{name:<8} {url}  {said}", highlight=False, soft_wrap=True)
+        print_line(f"{name:<8} {url}  {said}")
     return 0 if all(well.values()) else 1
 
 
@@ -88,6 +100,10 @@ def _short(path: Path) -> Path:
 # ---------------------------------------------------------------- champion verbs
 
 
+def champion_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", nargs="?", default="", help="name of the registered model; default: the only one")
+
+
 def champion(options: argparse.Namespace) -> None:
     """Print which version is champion, and which ones were, newest first."""
     from rlhf_core.tracking.champions import read_champions  # with MLflow's parts
@@ -97,11 +113,16 @@ def champion(options: argparse.Namespace) -> None:
     if found is None:
         raise ConfigError("champion", options.name, "the registry has no such model", _known(uri, options.name))
     now = f"version {found.current} ({found.digests[found.current][:12]})" if found.current else "none"
-    _print(f"{found.name}: champion {now}")
+    print_line(f"{found.name}: champion {now}")
     for move in reversed(found.moves):
-        _print(f"{move.at}  version {move.version} ({move.digest[:12]})  {move.how} by {move.by}: {move.why}")
+        print_line(f"{move.at}  version {move.version} ({move.digest[:12]})  {move.how} by {move.by}: {move.why}")
     if found.previous:
-        _print(f"`rlhf rollback {found.name} --reason ...` makes version {found.previous} champion")
+        print_line(f"`rlhf rollback {found.name} --reason ...` makes version {found.previous} champion")
+
+
+def rollback_options(parser: argparse.ArgumentParser) -> None:
+    champion_options(parser)
+    parser.add_argument("--reason", required=True, help="reason, kept in the registry")
 
 
 def rollback(options: argparse.Namespace) -> None:
@@ -113,7 +134,7 @@ def rollback(options: argparse.Namespace) -> None:
     uri = tracking_uri(Home.here())
     name = model_name(uri, options.name)
     before, now = roll_back(uri, name, why=options.reason.strip())
-    _print(f"{name}: champion is version {now}, before version {before}: {options.reason.strip()}")
+    print_line(f"{name}: champion is version {now}, before version {before}: {options.reason.strip()}")
 
 
 def _known(uri: str, name: str) -> str:
@@ -122,16 +143,25 @@ def _known(uri: str, name: str) -> str:
     return nearest(name, model_names(uri))
 
 
-def _print(text: str) -> None:
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-
 # ---------------------------------------------------------------- answer a gate's question (`rlhf approve`, `rlhf reject`)
+
+
+def approve_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", help="profile, or name or id of the waiting run")
+    parser.add_argument("gate", help="name of the gate, as printed by the waiting run")
+    parser.add_argument("--reason", required=True, help="reason, kept with the decision")
+    parser.add_argument("--artifact", default="", metavar="DIGEST", help="which artifact, if several wait at the gate")
+    parser.add_argument("--question", default="", metavar="ID", help="which question, as printed by the waiting run")
+    parser.add_argument("--store", default="", metavar="FOLDER", help=STORE_HELP.format("profile or state folder"))
 
 
 def approve(options: argparse.Namespace) -> None:
     """Approve the artifact: the stages after it run with the next run of the same command."""
     _answer(options, "approve")
+
+
+def reject_options(parser: argparse.ArgumentParser) -> None:
+    approve_options(parser)
 
 
 def reject(options: argparse.Namespace) -> None:
@@ -143,9 +173,8 @@ def _answer(options: argparse.Namespace, answer: Answer) -> None:
     meant = Meant(options.run, options.gate, artifact=options.artifact, question=options.question)
     request, said = answer_gate(meant, answer, reason=options.reason, store=options.store)
     asked = request.question
-    line = f"gate {asked.gate}, {asked.condition['after']} {asked.digest[:12]}: {said}"
-    print_line(console, line)
-    console.print(next_step(request), highlight=False, soft_wrap=True)
+    print_line(f"gate {asked.gate}, {asked.condition['after']} {asked.digest[:12]}: {said}")
+    print_line(next_step(request))
 
 
 def next_step(request: GateRequest) -> str:

@@ -14,7 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from pipelines.cli.common import console, print_line, short, store_folder
+from pipelines.cli.common import console, print_line, short, store_folder, store_option
 from pipelines.execution.key_metric import metric_rank
 from pipelines.execution.plan import DIGITS
 from pipelines.execution.summary import stage_measures
@@ -40,6 +40,18 @@ PAGES = {".html", ".png", ".svg"}
 MOST_FILES, MOST_TENSORS = 6, 8
 LONGEST_VALUE, LONGEST_LIST = 600, 100
 LEAST_LINES = 5
+
+
+def show_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("artifact", help="stage label (the newest result, or that of --profile), digest, or folder")
+    parser.add_argument(
+        "file", nargs="?", default="", metavar="FILE", help="file of it, or `metrics`; default: the best"
+    )
+    parser.add_argument(
+        "--rows", type=int, default=3, metavar="N", help="rows of a table to show (default %(default)s)"
+    )
+    parser.add_argument("--open", action="store_true", help="open the page in a browser")
+    store_option(parser)
 
 
 def show(options: argparse.Namespace) -> None:
@@ -87,11 +99,11 @@ def _print_best(
     lines = iter(numbers) if best == METRICS else _content(folder / best, options.rows)
     if best == METRICS and not numbers:
         return
-    print_line(console, f"\n{best}:")
+    print_line(f"\n{best}:")
     _print(_fitted(lines, max(room, LEAST_LINES)))
     given = {"--store": options.store, "--profile": options.profile}
     where = [word for option, value in given.items() if value for word in (option, value)]
-    print_line(console, f"\nwhole: {shlex.join(['rlhf', 'show', options.artifact, best, *where])}")
+    print_line(f"\nwhole: {shlex.join(['rlhf', 'show', options.artifact, best, *where])}")
 
 
 def _place(name: str, patterns: Sequence[str]) -> int:
@@ -159,7 +171,7 @@ def _open(folder: Path, page: str) -> None:
         rule, remedy = "is no page for a browser", "name an .html or .png file of the artifact"
         raise ConfigError("--open", page, rule, remedy)
     if not webbrowser.open((folder / page).as_uri()):
-        print_line(console, f"this machine has no browser: copy {folder / page} to one that has")
+        print_line(f"this machine has no browser: copy {folder / page} to one that has")
 
 
 # ---------------------------------------------------------------- content of files
@@ -253,7 +265,7 @@ def _fitted(lines: Iterator[str], room: int) -> Iterator[str]:
 def _print(lines: Sequence[str] | Iterator[str]) -> None:
     """Print lines that a model or a file may have written, without secrets."""
     for line in lines:
-        print_line(console, without_secrets(line))
+        print_line(without_secrets(line))
 
 
 def _size(size: float) -> str:

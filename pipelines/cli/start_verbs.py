@@ -7,7 +7,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from pipelines.cli.common import console, print_line
+from pipelines.cli.common import print_line
 from pipelines.flows.profile import find_profile, profile_names
 from pipelines.flows.profile_schema import profile_schema
 from rlhf_core.errors import ConfigError
@@ -17,6 +17,10 @@ STARTER = Path(__file__).with_name("starter")
 FILES = ("README.md", "profile.toml", "reward.py", "rows.jsonl")
 SCHEMA_FILE = "profile.schema.json"
 """File beside a profile that its first line names, so that editors complete and describe its keys."""
+
+
+def init_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="NAME", help="folder to make; its name is that of the runs, too")
 
 
 def init(options: argparse.Namespace) -> None:
@@ -37,8 +41,8 @@ def init(options: argparse.Namespace) -> None:
         text = (STARTER / file).read_text(encoding="utf-8").replace("NAME", name)
         (folder / file).write_text(text, encoding="utf-8")
     (folder / SCHEMA_FILE).write_text(_schema_text(), encoding="utf-8")
-    print_line(console, f"{folder}: {', '.join((*FILES, SCHEMA_FILE))}")
-    print_line(console, f"next: cd {shlex.quote(str(folder))} && rlhf run profile.toml")
+    print_line(f"{folder}: {', '.join((*FILES, SCHEMA_FILE))}")
+    print_line(f"next: cd {shlex.quote(str(folder))} && rlhf run profile.toml")
 
 
 def schema(options: argparse.Namespace) -> None:
@@ -51,7 +55,7 @@ def profiles(options: argparse.Namespace) -> None:
     found = {name: _first_comment(find_profile(name)) for name in profile_names()}
     width = max(map(len, found))
     for name, text in found.items():
-        print_line(console, f"{name:<{width}}  {text}")
+        print_line(f"{name:<{width}}  {text}")
 
 
 def _schema_text() -> str:

@@ -11,9 +11,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 
-from rich.console import Console
-
-from pipelines.cli.common import console, plain, print_json, print_line, short, store_folder
+from pipelines.cli.common import console, json_option, plain, print_json, print_line, short, store_folder, store_option
 from pipelines.execution.key_metric import key_metric
 from pipelines.services.home import Home
 from pipelines.services.run_notes import run_records
@@ -26,6 +24,11 @@ from rlhf_core.store.protocol import Store
 LONGEST_NAME, LONGEST_RESULT = 40, 60
 MOST_ASIDE = 10
 """Most records that were set aside in a list."""
+
+
+def runs_options(parser: argparse.ArgumentParser) -> None:
+    store_option(parser)
+    json_option(parser)
 
 
 def runs(options: argparse.Namespace) -> None:
@@ -42,7 +45,7 @@ def runs(options: argparse.Namespace) -> None:
         print_json({"runs": rows})
         return
     if not found:
-        print_line(console, f"no run is recorded in {home.root}: start one with `rlhf run tiny/full`")
+        print_line(f"no run is recorded in {home.root}: start one with `rlhf run tiny/full`")
         return
     cells = [
         (
@@ -56,15 +59,15 @@ def runs(options: argparse.Namespace) -> None:
     heading = ("state", "run", "began (UTC)", "result")
     if not console.is_terminal:
         continued = [(*row, one.following) for row, one in zip(cells, found, strict=True)]
-        print_columns((*heading, "next"), continued, console)
+        print_columns((*heading, "next"), continued)
         return
     lines = [
         line if len(line) <= console.width else f"{line[: console.width - 3]}..." for line in columns(heading, cells)
     ]
     for line, following in zip(lines, ["", *(one.following for one in found)], strict=True):
-        print_line(console, line)
+        print_line(line, to=console)
         if following:
-            print_line(console, f"  next: {following}")
+            print_line(f"  next: {following}", to=console)
 
 
 def store_ls(options: argparse.Namespace) -> None:
@@ -78,7 +81,7 @@ def store_ls(options: argparse.Namespace) -> None:
         rest = {"unreadable": unreadable, "quarantine": [asdict(one) for one in aside]}
         print_json({"store": store.uri, "artifacts": artifacts, **rest})
         return
-    if is_empty(store, console):
+    if is_empty(store):
         return
     cells = []
     for row in reversed(rows):
@@ -90,24 +93,23 @@ def store_ls(options: argparse.Namespace) -> None:
         made, seconds = row.started[:16].replace("T", " "), f"{row.seconds:.1f}"
         cells.append((row.digest[:12], row.kind, row.label, made, seconds, str(row.attempts), size, said))
     heading = ("digest", "kind", "stage", "made (UTC)", "seconds", "attempts", "MiB", "")
-    print_columns(heading, cells, console)
+    print_columns(heading, cells)
     for found in unreadable:
-        print_line(console, f"not readable: {found}")
+        print_line(f"not readable: {found}")
     damaged = len(unreadable) + sum(bool(states[row.object].damage) for row in rows)
     if damaged:
         print_line(
-            console,
             f"{damaged} damaged: the next run makes them again, after `rlhf store verify --set-aside` at the latest",
         )
-    print_aside(aside, console)
+    print_aside(aside)
 
 
-def print_aside(found: Sequence[SetAside], console: Console) -> None:
+def print_aside(found: Sequence[SetAside]) -> None:
     """Print the records that were set aside, with the reason."""
     for one in found[:MOST_ASIDE]:
-        print_line(console, f"set aside: {one}")
+        print_line(f"set aside: {one}")
     if len(found) > MOST_ASIDE:
-        print_line(console, f"and {len(found) - MOST_ASIDE} more")
+        print_line(f"and {len(found) - MOST_ASIDE} more")
 
 
 def _moment(seconds: float) -> str:
@@ -126,17 +128,17 @@ def columns(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return [" ".join(map(str.ljust, row, widths)).rstrip() for row in (heading, *rows)]
 
 
-def print_columns(heading: Sequence[str], rows: Sequence[Sequence[str]], console: Console) -> None:
+def print_columns(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table as plain lines."""
     console.file.write("".join(f"{plain(line, also='')}\n" for line in columns(heading, rows)))
 
 
-def is_empty(store: Store, console: Console) -> bool:
+def is_empty(store: Store) -> bool:
     """True if the store is empty; if so, print it."""
     if store.versions("keys/") or any(True for _ in store.objects(but=())) or (store.folder / "attempts").is_dir():
         return False
     state = "is empty" if store.folder.is_dir() else "does not exist yet"
-    print_line(console, f"the store {store.uri} {state}: fill it with `rlhf run tiny/full`")
+    print_line(f"the store {store.uri} {state}: fill it with `rlhf run tiny/full`")
     return True
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from pipelines.cli.common import console, print_line, short
+from pipelines.cli.common import print_line, short
 from rlhf_core.config.rewards import FunctionReward
 from rlhf_core.errors import ConfigError, readable
 from rlhf_core.rewards.batches import RewardOutcome
@@ -20,8 +20,17 @@ from rlhf_core.schema.secrets import refuse_plain
 from rlhf_core.types import Generation, Message, Prompt, answered
 
 LONGEST_ANSWER = 60
+COLUMN_HELP = "label of the prompt (label=TEXT), or a field of it, in JSON or as text; may be repeated"
 LABEL = "label"
 """The column that is the label of the prompt; any other one is a field of it."""
+
+
+def try_reward_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("function", metavar="FUNCTION", help="file.py:function or module:function")
+    parser.add_argument("answers", nargs="+", metavar="ANSWER", help="answer to score; all of them in one call")
+    parser.add_argument("--prompt", default="", help="prompt that they answer")
+    parser.add_argument("--column", dest="columns", action="append", default=[], metavar="KEY=VALUE", help=COLUMN_HELP)
+    function_options(parser)
 
 
 def try_reward(options: argparse.Namespace) -> None:
@@ -36,7 +45,14 @@ def try_reward(options: argparse.Namespace) -> None:
         outcome = reward(answers)
         ended = time.perf_counter()
     _print(outcome, options.answers)
-    print_line(console, f"{ended - started:.3f} s; {started - began:.1f} s before it to start its process")
+    print_line(f"{ended - started:.3f} s; {started - began:.1f} s before it to start its process")
+
+
+def function_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--arguments", default="{}", metavar="JSON", help="keyword arguments of the function")
+    parser.add_argument(
+        "--timeout-s", type=float, default=60.0, help="seconds for one batch of the function (default %(default)s)"
+    )
 
 
 def check_timeout(timeout_s: float) -> None:
@@ -108,6 +124,6 @@ def _print(outcome: RewardOutcome, answers: Sequence[str]) -> None:
         beside = "" if score is None else f", score {readable(score, 6)}"
         note = ": does not apply; a run leaves out an answer without any reward" if value is None else ""
         shown = "None" if value is None else f"{readable(value, 6)}"
-        print_line(console, f"reward {shown}{beside}  {short(answer, LONGEST_ANSWER)!r}{note}")
+        print_line(f"reward {shown}{beside}  {short(answer, LONGEST_ANSWER)!r}{note}")
     for name, (total, count) in outcome.logs.items():
-        print_line(console, f"{name} {readable(total / count, 6)}")
+        print_line(f"{name} {readable(total / count, 6)}")

@@ -176,9 +176,9 @@ def check_labels(stages: list[PlannedStage], named: Mapping[str, Collection[str]
     for option, wanted in named.items():
         for label in wanted:
             if label not in labels:
+                rule = f"no such stage; this pipeline has {', '.join(labels)}"
                 near = nearest(label, labels)
-                meant = f"; {near}" if near.startswith("did you mean") else ""
-                raise ConfigError(f"{option} {label!r}: no such stage{meant}; this pipeline has {', '.join(labels)}")
+                raise ConfigError(option, label, rule, near if near.startswith("did you mean") else "name one of them")
 
 
 def check_gates(config: PipelineConfig, pipeline: Pipeline, specs: Mapping[str, StageSpec], *, until: str) -> None:

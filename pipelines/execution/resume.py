@@ -1,6 +1,5 @@
 """Run an unfinished run again (`rlhf resume`). Finished stages are taken from the store."""
 
-import argparse
 from dataclasses import dataclass
 from typing import Literal
 from uuid import UUID
@@ -10,6 +9,7 @@ from prefect.client.schemas.filters import FlowFilter, FlowRunFilter
 from prefect.client.schemas.objects import FlowRun
 from prefect.states import Scheduled
 
+from pipelines.execution.request import RunRequest
 from pipelines.services.flow_runs import FLOW_NAME, is_unfinished, ours, read_newest, reconcile
 from pipelines.services.run_notes import CLOSED
 from rlhf_core.errors import RlhfError, nearest
@@ -24,12 +24,12 @@ class Resumption:
     """The result of `resume`, and the remaining action.
 
     `nothing`: there is nothing to do; `message` is the reason. `scheduled`: `rlhf up` will run it again. `foreground`:
-    it was started by `rlhf run`, and the caller must run it again with `options`.
+    it was started by `rlhf run`, and the caller must run `request` again.
     """
 
     kind: Literal["nothing", "scheduled", "foreground"]
     message: str
-    options: argparse.Namespace | None = None
+    request: RunRequest | None = None
 
 
 def resume(wanted: str, *, served: bool) -> Resumption:
@@ -52,7 +52,7 @@ def resume(wanted: str, *, served: bool) -> Resumption:
             return Resumption("nothing", f"{named}: {state.message}")
         why = f"{named} was {state.name}" + (f" ({state.message})" if state.message else "")
         if flow_run.deployment_id is None:
-            return Resumption("foreground", why, _options(flow_run))
+            return Resumption("foreground", why, _request(flow_run))
         if not served:
             raise ResumeError(
                 f"resume = {wanted or flow_run.name!r}: it runs in a deployment; start the services with `rlhf up`, then try again"
@@ -93,14 +93,11 @@ def _wait(flow_run: FlowRun) -> str:
     return "it will start by itself" if flow_run.state.is_scheduled() else "its process is running"
 
 
-def _options(flow_run: FlowRun) -> argparse.Namespace:
-    """Return the options of the `rlhf run` that started a flow run."""
-    stored = {"strict_code": False, "strict_env": False, **flow_run.parameters}
+def _request(flow_run: FlowRun) -> RunRequest:
+    """The request of the `rlhf run` that started a flow run."""
     try:
-        names = ("profile", "overrides", "until", "force", "strict_code", "strict_env")
-        options = {name: stored[name] for name in names}
+        return RunRequest.from_parameters(flow_run.parameters)
     except KeyError as error:
         raise ResumeError(
             f"resume = {flow_run.name!r}: is not a run of rlhf (its parameters have no {error})"
         ) from None
-    return argparse.Namespace(**options, wait=False)

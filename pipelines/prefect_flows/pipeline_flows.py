@@ -7,10 +7,11 @@ from prefect import Flow, flow
 from prefect.client.schemas.objects import State
 from prefect.context import FlowRunContext
 
-from pipelines.execution.executor import RunOptions, Silent
+from pipelines.execution.executor import Silent
 from pipelines.execution.named_profiles import named_profile
 from pipelines.execution.opening import open_run, open_tracker
 from pipelines.execution.plan import Pipeline
+from pipelines.execution.request import RunRequest
 from pipelines.flows.full import lifecycle
 from pipelines.flows.graph import Stages
 from pipelines.flows.profile import PipelineConfig, parse, with_overrides
@@ -68,8 +69,7 @@ def pipeline_flow(name: str, pipeline: Pipeline, example: str, about: str) -> Fl
         if context is not None and context.flow_run is not None:
             rename(context.flow_run, wanted.name, wanted.project.tags)
         strict = Strictness(code=strict_code, env=strict_env)
-        options = RunOptions(until=until, force=tuple(force), strict=strict, overrides=tuple(changes))
-        return run_served(wanted, pipeline, options)
+        return run_served(wanted, pipeline, RunRequest("", tuple(changes), until, tuple(force), strict))
 
     served.__name__ = served.__qualname__ = name  # by which Prefect finds the flow in this module
     served.__doc__ = f"{about}\n\n{FORM.format(example=example)}"
@@ -96,14 +96,14 @@ online = pipeline_flow(
 PIPELINES = (full, rlvr, online)
 
 
-def run_served(config: PipelineConfig, pipeline: Pipeline, options: RunOptions) -> State[Any]:
+def run_served(config: PipelineConfig, pipeline: Pipeline, request: RunRequest) -> State[Any]:
     """Run a pipeline in the active flow; return its state: label -> digest of its artifacts, or why it has halted."""
     home = Home.here().make()
     context = FlowRunContext.get()
     if context is not None and context.flow_run is not None:
         own(context.flow_run.id)  # before the plan: a retried run still names the process that died
     with open_run(
-        config, pipeline, options, home=home, tracker=open_tracker(config, home), listener=Silent()
+        config, pipeline, request.options(), home=home, tracker=open_tracker(config, home), listener=Silent()
     ) as pipeline_run:
         try:
             results = run_in_flow(pipeline_run, pipeline)

@@ -11,9 +11,9 @@ from typing import Any
 from prefect import Flow, flow
 from pydantic import Field
 
-from pipelines.execution.executor import RunOptions
 from pipelines.execution.gates import champion_of
 from pipelines.execution.opening import store_of
+from pipelines.execution.request import RunRequest
 from pipelines.flows.full import artifact, run_nodes
 from pipelines.flows.graph import GivenInput, Stages
 from pipelines.flows.inputs import find_artifact
@@ -159,7 +159,7 @@ def _run(settings: Settings, label: str, body: Callable[[Stages, ArtifactStore],
     def pipeline(_: PipelineConfig, stages: Stages) -> ArtifactRef:
         return body(stages, store)
 
-    return run_served(config, pipeline, RunOptions(force=(label,) if settings.force else ()))
+    return run_served(config, pipeline, RunRequest("", force=(label,) if settings.force else ()))
 
 
 STAGE_FLOWS = {name: stage_flow(stage) for name, stage in STAGES.items() if not is_path(name)}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipelines.cli.common import console, print_line
+from pipelines.cli.common import print_line
 from pipelines.flows.profile import shipped
 from rlhf_core.errors import ConfigError
 
@@ -50,6 +50,12 @@ PLACES: Mapping[str, Place] = {
 }
 
 
+def scaffold_options(parser: argparse.ArgumentParser) -> None:
+    places = ("container", "kubernetes", "server", "slurm")
+    parser.add_argument("place", choices=places, help="where profiles are to run")
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder for the files")
+
+
 def scaffold(options: argparse.Namespace) -> None:
     """Write the files of a place into a folder; raise ConfigError, before any is written, if one has other content."""
     place, folder = PLACES[options.place], Path(options.out)
@@ -68,8 +74,8 @@ def scaffold(options: argparse.Namespace) -> None:
             path.write_bytes(text)
     except OSError as error:
         raise ConfigError("--out", options.out, f"cannot be written: {error}", "choose another folder") from None
-    print_line(console, f"{folder}: {', '.join(path.name for path in texts)}")
-    print_line(console, f"next: {place.next.replace('FOLDER', shlex.quote(_as_word(folder)))}")
+    print_line(f"{folder}: {', '.join(path.name for path in texts)}")
+    print_line(f"next: {place.next.replace('FOLDER', shlex.quote(_as_word(folder)))}")
 
 
 def _is_other(path: Path, text: bytes) -> bool:

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from pipelines.cli.common import console, print_json, print_line
+from pipelines.cli.common import print_json, print_line
 from pipelines.cli.plan_verbs import planned_stages
 from pipelines.execution.plan import PlannedStage, duration
+from pipelines.execution.request import RunRequest
 from pipelines.flows.profile import PipelineConfig
 from rlhf_contrib.planner.estimate import Estimate, Load, alike, estimates, refusal
 from rlhf_contrib.planner.hardware import Hardware, hardware_of, host_memory
@@ -24,7 +25,7 @@ NOTHING_RUN = "from formulas and data sheets: nothing of this was measured on a 
 
 def estimate(options: argparse.Namespace) -> None:
     """Print the estimate of each stage that will run. Raises ConfigError for the stage that fits least."""
-    config, store, planned = planned_stages(options, here=False)
+    config, store, planned = planned_stages(RunRequest.from_parameters(vars(options)), here=False)
     runtime, on = config.runtime, hardware_of(options.on, config.runtime, host_gib=options.host_gib)
     prompt_tokens = config.prepare_data.max_prompt_tokens
     found = estimates(planned, store, runtime, on, prompt_tokens)
@@ -36,7 +37,7 @@ def estimate(options: argparse.Namespace) -> None:
         )
     else:
         for line in table(found, on, terms=options.terms):
-            print_line(console, line)
+            print_line(line)
     if error is not None:
         raise error
 

@@ -7,11 +7,10 @@ from functools import partial
 from pathlib import Path
 
 import uvicorn
-from rich.console import Console
 
-from pipelines.cli.common import console, print_line, store_folder
+from pipelines.cli.common import print_line, store_folder, store_option
 from pipelines.cli.find_model import find_model
-from pipelines.cli.try_reward import check_timeout, read_arguments
+from pipelines.cli.try_reward import check_timeout, function_options, read_arguments
 from pipelines.services.home import Home
 from rlhf_contrib.serve.reward_server import (
     Score,
@@ -39,12 +38,31 @@ from rlhf_core.types import RewardModelRef
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
+def serve_reward_options(parser: argparse.ArgumentParser) -> None:
+    reward = parser.add_mutually_exclusive_group(required=True)
+    reward.add_argument("--function", default="", help="module:function or file.py:function")
+    reward.add_argument("--reward-model", default="", metavar="MODEL", help="stage label, digest, or folder")
+    function_options(parser)
+    parser.add_argument("--render", action="store_true", help="format plain prompts with the reward model's template")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
+    parser.add_argument("--port", type=int, default=5000, help="port to listen on (default %(default)s)")
+    parser.add_argument("--token-env", default="", metavar="NAME", help="environment variable with the bearer token")
+    parser.add_argument("--max-batch", type=int, default=256, help="answers per batch (default %(default)s)")
+    parser.add_argument(
+        "--max-wait-ms",
+        type=float,
+        default=10.0,
+        help="milliseconds to wait for further requests before a batch is scored (default %(default)s)",
+    )
+    store_option(parser)
+
+
 def serve_reward(options: argparse.Namespace) -> None:
     """Serve a reward over HTTP."""
-    serve(options, ArtifactStore(store_folder(options)), console)
+    serve(options, ArtifactStore(store_folder(options)))
 
 
-def serve(options: argparse.Namespace, store: ArtifactStore, console: Console) -> None:
+def serve(options: argparse.Namespace, store: ArtifactStore) -> None:
     """Serve until SIGTERM or Ctrl-C; pending requests are answered first."""
     check_timeout(options.timeout_s)
     if not 0 <= options.max_wait_ms <= 1000 * LONGEST_S:
@@ -58,7 +76,7 @@ def serve(options: argparse.Namespace, store: ArtifactStore, console: Console) -
         url = f"http://{host}:{listener.getsockname()[1]}/get_reward"
         app = create_app(score, name=name, token=token, limits=limits)
         config = limited(app, timeout_graceful_shutdown=int(options.timeout_s) + 1)
-        print_line(console, f"{name} at {url}  (/health, /metrics)")
+        print_line(f"{name} at {url}  (/health, /metrics)")
         with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it again for the signal that ended the server
             uvicorn.Server(config).run(sockets=[listener])
 
@@ -84,7 +102,7 @@ def open_score(options: argparse.Namespace, store: ArtifactStore) -> Iterator[Sc
             yield function_score(reward.outcome)
         return
     ref, which = find_model(RewardModelRef, options.reward_model, options.profile, store, Home.here().make())
-    print_line(console, which)
+    print_line(which)
     with open_reward_model(store.path(ref), options) as score:
         yield score
 

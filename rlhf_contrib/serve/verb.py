@@ -5,7 +5,7 @@ import math
 from contextlib import suppress
 from pathlib import Path
 
-from pipelines.cli.common import console, print_line, store_folder
+from pipelines.cli.common import print_line, store_folder, store_option
 from pipelines.cli.find_model import find_policy
 from pipelines.services.home import Home
 from pipelines.services.policy_server import token_of
@@ -19,6 +19,22 @@ GPU = Path("/dev/nvidiactl")
 """Exists where an NVIDIA GPU can be used; a query by torch takes seconds."""
 
 
+def serve_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("policy", help="`champion`, `champion:MODEL`, stage label (sft, ppo), digest, or folder")
+    parser.add_argument("--port", type=int, default=8000, help="port, or the next free one (default %(default)s)")
+    parser.add_argument("--adapter", default="", help="also serve a LoRA adapter: a folder, or a policy that has one")
+    parser.add_argument(
+        "--token-env", default="", metavar="NAME", help="environment variable with the token; default: a token file"
+    )
+    parser.add_argument(
+        "--max-model-len", type=int, default=0, metavar="N", help="context length in tokens; default: the model's"
+    )
+    parser.add_argument(
+        "--kv-cache-gib", type=float, default=1.0, help="KV cache in GiB, without a GPU (default %(default)s)"
+    )
+    store_option(parser)
+
+
 def serve(options: argparse.Namespace) -> None:
     """Serve a policy until Ctrl-C."""
     check_numbers(options)
@@ -27,15 +43,13 @@ def serve(options: argparse.Namespace) -> None:
     check_served(model)
     token = token_of(home, options.token_env)
     wanted = ServeOptions(options.port, options.max_model_len, options.kv_cache_gib, on_gpu=GPU.exists())
-    print_line(console, f"{model.name} ({model.digest[:12]}): starting vLLM; its log is {home.logs / 'serve.log'}")
+    print_line(f"{model.name} ({model.digest[:12]}): starting vLLM; its log is {home.logs / 'serve.log'}")
     with policy_server(home, model, wanted, token) as note:
-        print_line(console, f"{note.name} at {note.url}  (models: {note.name}, {note.digest[:12]})")
-        print_line(
-            console, f"token: in {f'the variable {options.token_env}' if options.token_env else home.serve_token}"
-        )
+        print_line(f"{note.name} at {note.url}  (models: {note.name}, {note.digest[:12]})")
+        print_line(f"token: in {f'the variable {options.token_env}' if options.token_env else home.serve_token}")
         with suppress(KeyboardInterrupt):
             wait_for_end(note)
-    print_line(console, f"the server has ended; its log is {home.logs / 'serve.log'}")
+    print_line(f"the server has ended; its log is {home.logs / 'serve.log'}")
 
 
 def check_numbers(options: argparse.Namespace) -> None:
@@ -56,7 +70,7 @@ def served_model(options: argparse.Namespace, store: ArtifactStore, home: Home) 
     """
     policy = options.policy
     ref, which = find_policy(policy, options.profile, store, home)
-    print_line(console, which)
+    print_line(which)
     folder = store.path(ref)
     name = policy if not Path(policy).is_dir() else Path(policy).resolve().name
     return ServedModel(name, ref.digest, folder, _adapter(options, ref, store, home) if options.adapter else None)
@@ -67,7 +81,7 @@ def _adapter(options: argparse.Namespace, policy: PolicyRef, store: ArtifactStor
     if (folder / "adapter_config.json").is_file():
         return folder.resolve()
     trained, which = find_policy(named, options.profile, store, home)
-    print_line(console, f"adapter {which}")
+    print_line(f"adapter {which}")
     found = store.path(trained) / "adapter"
     if not found.is_dir():
         rule = "this policy was trained without LoRA"

@@ -10,13 +10,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from pipelines.cli.common import console, print_line, short
+from pipelines.cli.common import console, print_line, profile_options, short
 from pipelines.cli.display import open_display
-from pipelines.cli.run_command import kept_log, prefect_server, run_options, run_profile, run_recorded
+from pipelines.cli.run_command import kept_log, prefect_server, run_recorded, run_request
 from pipelines.execution.executor import Listener, Status, Tally, Tracker
 from pipelines.execution.local import KeptRuntime
 from pipelines.execution.opening import is_watched, open_tracker, plan_run, results_if_all_cached, store_of
 from pipelines.execution.plan import PlannedStage
+from pipelines.execution.request import RunRequest
 from pipelines.execution.summary import OF_POLICIES, shown_overrides
 from pipelines.flows.full import lifecycle
 from pipelines.flows.profile import PipelineConfig, load_profile, profile_digest
@@ -54,9 +55,9 @@ NOT_PUBLISHED = "publish=none"
 """An override of every point: a sweep must not move the aliases of the registry."""
 
 
-def overrides_of(options: argparse.Namespace, point: Point) -> list[str]:
-    """Return all overrides of the run at a point."""
-    return [*options.overrides, *point, NOT_PUBLISHED]
+def request_at(options: argparse.Namespace, point: Point) -> RunRequest:
+    """The request for the run at a point."""
+    return RunRequest.from_parameters(vars(options) | {"overrides": (*options.overrides, *point, NOT_PUBLISHED)})
 
 
 @dataclass
@@ -108,9 +109,7 @@ class Sweep:
         numbers = itertools.count(1)
 
         def run_point(point: Point, tally: Tally) -> Mapping[str, ArtifactRef]:
-            console.print(
-                f"point {next(numbers)} of {self.points.count}: {named(point)}", highlight=False, markup=False
-            )
+            print_line(f"point {next(numbers)} of {self.points.count}: {named(point)}")
             with open_display(console) as display, kept_log(self.home, display):
                 tally.inner = display
                 return self._run(point, tally)
@@ -118,10 +117,9 @@ class Sweep:
         return self.points.run(run_point, store, goal_in)
 
     def _run(self, point: Point, listener: Listener) -> Mapping[str, ArtifactRef]:
-        overrides = overrides_of(self.options, point)
-        options = argparse.Namespace(**{**vars(self.options), "overrides": overrides})
-        config = load_profile(self.options.profile, overrides)
-        wanted, store = run_options(options), store_of(config, self.home)
+        request = request_at(self.options, point)
+        config, wanted = request.config(), request.options()
+        store = store_of(config, self.home)
         planned = plan_run(config, lifecycle, wanted, store=store)
         if self.tracker is None:
             results = results_if_all_cached(planned, store, listener, strict=wanted.strict)
@@ -133,7 +131,7 @@ class Sweep:
         engines = self._engines.of(config.runtime)
         try:
             return run_recorded(
-                config, planned, wanted, options, self.home, listener, server=self._server[0], runtime=engines
+                config, planned, wanted, request, self.home, listener, server=self._server[0], runtime=engines
             ).results
         except BaseException:
             self._engines.close()  # the failure may have left them in any state
@@ -173,6 +171,31 @@ EXIT_SOME_FAILED = 1
 LONGEST_ERROR = 60
 
 
+def sweep_options(parser: argparse.ArgumentParser) -> None:
+    profile_options(parser)
+    parser.add_argument(
+        "--grid", action="append", default=[], metavar="KEY=VALUE,...", help="values of a key; repeat for a product"
+    )
+    parser.add_argument("--random", type=int, metavar="N", help="draw N random points from --range and --grid")
+    parser.add_argument(
+        "--range",
+        action="append",
+        default=[],
+        metavar="KEY=LOW..HIGH",
+        help="interval of a key for --random and --optuna; KEY=log:LOW..HIGH for a logarithmic scale",
+    )
+    parser.add_argument("--optuna", type=int, metavar="N", help="search N points with Optuna")
+    parser.add_argument("--sweep-seed", type=int, help="seed of --random and --optuna (default 0)")
+    parser.add_argument(
+        "--metric",
+        default="",
+        metavar="[STAGE:]METRIC",
+        help="metric to compare, such as ppo/gold or reward_model:held_out/accuracy",
+    )
+    parser.add_argument("--direction", choices=("max", "min"), default="max", help="whether high or low is better")
+    parser.add_argument("--approve", action="store_true", help="run the best point to its end after an approval")
+
+
 def sweep(options: argparse.Namespace) -> int:
     """Run every point, print the table and the best point; return 1 if a point has no result."""
     points, home = points_of(options), Home.here().make()
@@ -181,10 +204,12 @@ def sweep(options: argparse.Namespace) -> int:
     for point in checked:
         # With [publish], as the best point is run in the end.
         load_profile(options.profile, [*options.overrides, *point])
-    configs = [load_profile(options.profile, overrides_of(options, point)) for point in checked]
+    requests = [request_at(options, point) for point in checked]
+    configs = [request.config() for request in requests]
     check_different(checked, configs)
     store = store_of(configs[0], home)
-    plans = [plan_run(config, lifecycle, run_options(options), store=store) for config in configs]
+    wanted_runs = zip(configs, requests, strict=True)
+    plans = [plan_run(config, lifecycle, one.options(), store=store) for config, one in wanted_runs]
     runs = [{stage.label: stage.spec for stage in planned} for planned in plans]
     policies = policies_of(configs)
     wanted = goal_of(options.metric, options.direction, runs=runs, policies=policies)
@@ -200,14 +225,12 @@ def sweep(options: argparse.Namespace) -> int:
         print_table(rows, results)  # first: the plot or MLflow may fail
         folder = write(home.root / "sweeps" / work.id, results, goal)
         work.record(rows, results, goal, folder)
-    print_line(console, f"table and plot: {folder}")
+    print_line(f"table and plot: {folder}")
     if len(results) < points.count:
-        print_line(console, f"--optuna {points.count}: only {len(results)} different points were chosen")
+        print_line(f"--optuna {points.count}: only {len(results)} different points were chosen")
     status = EXIT_SOME_FAILED if any(result.error for result in results) else 0
     if goal is None:
-        print_line(
-            console, "no point has a gold reward or reward-model score: name a number with --metric STAGE:METRIC"
-        )
+        print_line("no point has a gold reward or reward-model score: name a number with --metric STAGE:METRIC")
         return status
     check_metric(results, goal)
     best = best_of(results, goal)
@@ -235,7 +258,7 @@ def listed_points(options: argparse.Namespace) -> list[Point]:
     if options.random is not None:
         points = random_points(options.random, options.range, options.grid, seed=options.sweep_seed or 0)
         if len(points) < options.random:
-            print_line(console, f"--random {options.random}: only {len(points)} different points were drawn")
+            print_line(f"--random {options.random}: only {len(points)} different points were drawn")
     else:
         points = grid_points(options.grid)
     return points
@@ -313,30 +336,28 @@ def print_table(rows: Sequence[Sequence[str]], results: Sequence[PointResult]) -
     """Print the table, and how often each stage was computed."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:  # plain lines: a table of rich would leave out what a narrow terminal has no room for
-        print_line(console, "  ".join(map(str.ljust, row, widths)).rstrip())
+        print_line("  ".join(map(str.ljust, row, widths)).rstrip())
     computed = Counter(label for result in results for label in result.computed)
     hits = sum(len(result.hits) for result in results)
     stages = ", ".join(f"{label} {count}" for label, count in computed.items())
-    print_line(console, f"computed {computed.total()} stages ({stages or 'none'}); {hits} were hits")
+    print_line(f"computed {computed.total()} stages ({stages or 'none'}); {hits} were hits")
     for result in results:
         if result.error:
-            print_line(console, f"no result: {named(result.point)}: {result.error}")
+            print_line(f"no result: {named(result.point)}: {result.error}")
 
 
 def print_best(results: Sequence[PointResult], best: PointResult, goal: Goal) -> None:
     """Print the best point and those whose intervals overlap with it."""
     word = "highest" if goal.direction == "max" else "lowest"
-    print_line(console, f"best: {named(best.point)} ({word} {goal}: {goal.of(best)})")
+    print_line(f"best: {named(best.point)} ({word} {goal}: {goal.of(best)})")
     same = ties(results, best, goal)
     if same:
-        print_line(
-            console, f"exactly the same: {', '.join(named(other.point) for other in same)}; the first of them is taken"
-        )
+        print_line(f"exactly the same: {', '.join(named(other.point) for other in same)}; the first of them is taken")
     others = [other for other in rivals(results, best, goal) if other not in same]
     if others:
         ours = goal.of(best)
         why = "its interval overlaps with" if ours and ours.has_interval else "without an interval it may equal"
-        print_line(console, f"{why} {', '.join(named(other.point) for other in others)}: repeat with other seeds")
+        print_line(f"{why} {', '.join(named(other.point) for other in others)}: repeat with other seeds")
 
 
 def write(folder: Path, results: Sequence[PointResult], goal: Goal | None) -> Path:
@@ -386,10 +407,10 @@ def go_on(
     if not options.approve:
         words = ["rlhf", "run", options.profile, *(word for text in chosen for word in ("--set", text))]
         words += [f"--{name}" for name in ("strict-code", "strict-env") if getattr(options, name.replace("-", "_"))]
-        print_line(console, f"a sweep publishes nothing; to publish the best: {shlex.join(words)}")
+        print_line(f"a sweep publishes nothing; to publish the best: {shlex.join(words)}")
         return
     # The digest of the profile as its file is: that is what `rlhf approve PROFILE sweep` looks for.
     asked_by = profile_digest(load_profile(options.profile))
     check_approved(config.name, best, goal, results, store, profile=asked_by)
-    whole = {**vars(options), "overrides": chosen, "force": [], "until": ""}
-    run_profile(argparse.Namespace(**whole), console)
+    whole = vars(options) | {"overrides": chosen, "force": (), "until": ""}
+    run_request(RunRequest.from_parameters(whole))

@@ -8,6 +8,7 @@ import os
 import re
 import socket
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -114,10 +115,16 @@ def _check_credentials(uri: str) -> None:
     if uri.startswith("gs:") and "HOME" in os.environ and Path(os.environ["HOME"], _GCLOUD).is_file():
         return
     try:
-        socket.create_connection(_ROLES, _ROLES_TIMEOUT_S).close()
+        _find_roles(_ROLES)
     except OSError:
         rule = f"has no credentials: {variable} is not set, and this machine has no role of a cloud"
         raise ConfigError("store", uri, rule, f"set {variable} and what belongs to it (docs/cluster.md)") from None
+
+
+@cache
+def _find_roles(address: tuple[str, int]) -> None:
+    """Connect to the server of roles, once in a process; a failure is not remembered."""
+    socket.create_connection(address, _ROLES_TIMEOUT_S).close()
 
 
 def _host_of(name: str, endpoint: str) -> str:

@@ -1,15 +1,13 @@
 """A gate is approved and the run finishes: Prefect, MLflow, `runs`, `resume` and `reconcile` agree on it."""
 
-import argparse
-import io
 import logging
 from contextlib import nullcontext
 
 import pytest
-from rich.console import Console
 
 from pipelines.cli import run_command
 from pipelines.cli.main import main
+from pipelines.execution.request import RunRequest
 from pipelines.services.run_notes import run_records
 from rlhf_core.stage.stopping import StageWaiting
 from rlhf_core.tracking.mlflow_client import open_client
@@ -26,20 +24,17 @@ def test_all_agree_that_a_run_which_waited_has_finished(tmp_path, prefect_home, 
     monkeypatch.setattr(run_command, "prefect_server", lambda home: nullcontext())
     profile = write_mini(tmp_path, f'store = "{tmp_path}/store"\n').read_text()
     (tmp_path / "mini.toml").write_text(f'store = "{tmp_path}/store"\n{profile.partition("store =")[0]}{GATE}')
-    options = argparse.Namespace(
-        profile=str(tmp_path / "mini.toml"),
-        overrides=[], until="", force=[], strict_code=False, strict_env=False, wait=False,
-    )  # fmt: skip
+    request = RunRequest(str(tmp_path / "mini.toml"))
 
     with pytest.raises(StageWaiting), caplog.at_level(logging.INFO, "prefect"):
-        run_command.run_profile(options, Console(file=io.StringIO()))
+        run_command.run_request(request)
     (waits,) = run_records(prefect_home)
     assert waits.state == "Waiting" and waits.following.startswith("rlhf approve mini quality --question ")
     assert client.read_flow_run(waits.flow_run).state.name == "Waiting"
     assert not [one.getMessage() for one in caplog.records if one.levelno >= logging.ERROR]
 
     assert main([*waits.following.split()[1:-1], "fine"]) == 0
-    run_command.run_profile(options, Console(file=io.StringIO()))  # everything is in the store
+    run_command.run_request(request)  # everything is in the store
     assert [(one.state, one.following) for one in run_records(prefect_home)] == [("Completed", ""), ("Closed", "")]
     done, closed = run_records(prefect_home)
     assert [client.read_flow_run(one.flow_run).state.name for one in (done, closed)] == ["Completed", "Closed"]

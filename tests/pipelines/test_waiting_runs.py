@@ -15,6 +15,7 @@ from pipelines.cli import run_command
 from pipelines.cli.main import main
 from pipelines.execution.executor import RunOptions
 from pipelines.execution.opening import open_run, store_of
+from pipelines.execution.request import RunRequest
 from pipelines.execution.run import run_stages
 from pipelines.flows.graph import Stages
 from pipelines.flows.profile import PipelineConfig, load_profile
@@ -51,7 +52,7 @@ class Waiting:
         self.looked = folder / "looked"
         monkeypatch.setenv("RLHF_HOME", str(home.root))
         monkeypatch.setattr(run_command, "WAIT_LOOK_S", 0.02)
-        monkeypatch.setattr(run_command, "run_profile", self._run_profile)
+        monkeypatch.setattr(run_command, "run_request", self._run_request)
 
         def noted(condition: Any, *, uri: str) -> bool:
             met = may_go_on(condition, uri=uri)
@@ -65,7 +66,7 @@ class Waiting:
     def run(self, *, wait: bool) -> list[tuple[object, ...]]:
         """Run as the command does; return which stages were started, and how."""
         self.notes.events.clear()
-        run_command.run(argparse.Namespace(wait=wait))
+        run_command.run(argparse.Namespace(**RunRequest("mini").parameters(), wait=wait))
         return self.notes.of("started")
 
     def waits(self) -> None:
@@ -89,7 +90,7 @@ class Waiting:
     def config(self) -> PipelineConfig:
         return load_profile(write_mini(self.folder, GATE))
 
-    def _run_profile(self, options: argparse.Namespace, console: object) -> None:
+    def _run_request(self, request: RunRequest) -> None:
         wanted = RunOptions(force=("first",))
         with open_run(
             self.config, self._pipeline, wanted, home=self.home, tracker=MemoryTracker(), listener=self.notes

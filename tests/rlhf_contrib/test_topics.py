@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from pydantic import TypeAdapter
 
-from pipelines.cli.main import VERBS, main
+from pipelines.cli.main import ESTIMATE, VERBS, main
 from rlhf_core.config.agent_modules import AGENT_MODULES
 from rlhf_core.config.agents import AgentConfig
 from rlhf_core.config.data import ArithmeticWorld, InstructionsWorld, MixedWorlds, SupportWorld
@@ -46,7 +46,10 @@ def test_a_topic_has_a_page_that_says_what_it_promises_and_how_it_is_tested(topi
     assert (ROOT / "tests/rlhf_contrib" / topic).is_dir()
 
 
-@pytest.mark.parametrize(("verb", "place"), [(v, place) for v, place in VERBS.items() if "contrib" in place])
+@pytest.mark.parametrize(
+    ("verb", "place"),
+    [(verb, place) for verb, place in (VERBS | {"plan --estimate": ESTIMATE}).items() if "contrib" in place],
+)
 def test_a_command_of_a_topic_is_in_it_and_says_so_if_the_topic_is_missing(verb, place, monkeypatch, capsys):
     module, _, function = place.partition(":")
     assert callable(getattr(importlib.import_module(module), function))

@@ -1,4 +1,3 @@
-import argparse
 import logging
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -9,12 +8,10 @@ import pytest
 from prefect.exceptions import CancelledRun
 
 from pipelines.cli import command_flow
-from pipelines.cli.run_command import run_options
+from pipelines.execution.request import RunRequest
 from pipelines.flows.run_rules import ProjectConfig
 from pipelines.services.running import ServiceError
 from rlhf_core.stage.stopping import StageWaiting
-
-OPTIONS = argparse.Namespace(profile="tiny/full", overrides=[], until="", force=[], strict_code=False, strict_env=False)
 
 
 def losing_prefect(monkeypatch: pytest.MonkeyPatch, *, before_the_body: bool) -> list[str]:
@@ -23,9 +20,9 @@ def losing_prefect(monkeypatch: pytest.MonkeyPatch, *, before_the_body: bool) ->
 
     def flow(**_: object) -> Callable[[Callable[..., None]], Callable[..., None]]:
         def decorate(body: Callable[..., None]) -> Callable[..., None]:
-            def call(*arguments: object) -> None:
+            def call(**arguments: object) -> None:
                 if not before_the_body:
-                    body(*arguments)
+                    body(**arguments)
                 raise httpx.ConnectError("Connection refused")
 
             return call
@@ -42,11 +39,9 @@ def losing_prefect(monkeypatch: pytest.MonkeyPatch, *, before_the_body: bool) ->
 
 
 def run_flow() -> None:
-    run: Any = SimpleNamespace(
-        started=0, headline="", context=SimpleNamespace(options=SimpleNamespace(profile="tiny/full"))
-    )
+    run: Any = SimpleNamespace(started=0, headline="")
     config: Any = SimpleNamespace(name="night", project=ProjectConfig())
-    command_flow.run_flow(run, config, OPTIONS, None)
+    command_flow.run_flow(run, config, RunRequest("tiny/full"), None)
 
 
 def test_a_run_that_is_complete_ends_well_though_prefect_is_gone(monkeypatch, caplog):
@@ -70,11 +65,9 @@ def test_a_run_that_prefect_could_not_begin_is_one_error_that_names_the_server(m
 def test_a_profile_is_stored_with_its_whole_path_so_that_it_can_be_resumed_from_anywhere(tmp_path, monkeypatch):
     (tmp_path / "mine.toml").write_text("")
     monkeypatch.chdir(tmp_path)
-    found = {
-        name: run_options(argparse.Namespace(**vars(OPTIONS) | {"profile": name}))
-        for name in ("mine.toml", "tiny/full")
-    }
-    assert [one.profile for one in found.values()] == [str(tmp_path / "mine.toml"), "tiny/full"]
+    found = [RunRequest(name) for name in ("mine.toml", "tiny/full")]
+    places = [str(tmp_path / "mine.toml"), "tiny/full"]
+    assert [one.options().profile for one in found] == [one.parameters()["profile"] for one in found] == places
 
 
 def test_a_run_that_waits_says_for_what(monkeypatch):
@@ -86,8 +79,8 @@ def test_a_run_that_waits_says_for_what(monkeypatch):
 
     def flow(**_: object) -> Callable[[Callable[..., Any]], Callable[..., None]]:
         def decorate(body: Callable[..., Any]) -> Callable[..., None]:
-            def call(*arguments: object) -> None:
-                raise CancelledRun(body(*arguments).message)
+            def call(**arguments: object) -> None:
+                raise CancelledRun(body(**arguments).message)
 
             return call
 

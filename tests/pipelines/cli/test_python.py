@@ -10,6 +10,7 @@ import pytest
 import pipelines
 from pipelines.cli import run_command
 from pipelines.cli.main import main
+from pipelines.execution import request
 from pipelines.execution.run import PipelineRun, run_stages
 from pipelines.flows.profile import load_profile
 from rlhf_core.errors import RlhfError
@@ -54,7 +55,7 @@ def test_a_run_from_python_returns_what_each_stage_made(tmp_path, capsys):
 def test_overrides_from_python_are_those_of_the_command_line(tmp_path, monkeypatch):
     given: list[list[str]] = []
     monkeypatch.setattr(
-        run_command, "load_profile", lambda profile, changes: given.append(changes) or load_profile(profile, changes)
+        request, "load_profile", lambda profile, changes: given.append(changes) or load_profile(profile, changes)
     )
     values = {"name": "5", "seed": 7, "ppo.kl.coef": 1e-5, "evaluate": None, "sft.loop": {"epochs": 2, "batch_size": 4}}
     pipelines.run(write_mini(tmp_path), overrides=values, home=tmp_path / "home")

@@ -1,14 +1,13 @@
 import argparse
-import io
 import os
 from contextlib import nullcontext
 
 import pytest
-from rich.console import Console
 
 from pipelines.cli import run_command
 from pipelines.execution.local import LazyRuntime
 from pipelines.execution.plan import Planner
+from pipelines.execution.request import RunRequest
 from pipelines.execution.run import PipelineRun
 from pipelines.services.running import ServiceError, healthy, wait_for
 from rlhf_core.annotation import people
@@ -19,9 +18,7 @@ from rlhf_core.tracking.memory import MemoryTracker
 from rlhf_core.types import ArtifactRef
 from tests.support.small_pipeline import write_mini
 
-OPTIONS = argparse.Namespace(
-    profile="tiny/full", overrides=[], until="", force=[], strict_code=False, strict_env=False, wait=False
-)
+WORDS = RunRequest("tiny/full").parameters()
 
 
 @pytest.mark.slow
@@ -63,8 +60,8 @@ def test_a_run_is_planned_once(tmp_path, home, monkeypatch, *, watched):
     monkeypatch.setattr(run_command, "import_tracker", lambda home: None)
     monkeypatch.setattr("pipelines.cli.command_flow.run_flow", run_flow)
     monkeypatch.setattr(LazyRuntime, "prewarm", lambda self, **_: None)
-    options = argparse.Namespace(**vars(OPTIONS) | {"profile": str(write_mini(tmp_path)), "until": "sft"})
-    run_command.run_profile(options, Console(file=io.StringIO()))
+    request = RunRequest(str(write_mini(tmp_path)), until="sft")
+    run_command.run_request(request)
     assert planned == shown == ["prepare_data", "sft"]
 
 
@@ -81,15 +78,15 @@ def test_a_run_may_stay_while_people_judge(monkeypatch, home):
             raise DataError("judgments.jsonl:1 = 'x': is not JSON; write it anew")
         return len(done) == 3
 
-    def run_profile(options: argparse.Namespace, console: Console) -> None:
+    def run_request(request: RunRequest) -> None:
         if len(done) < 3:
             raise StageWaiting("collect is waiting: 0 of 1 comparisons are judged", {"name": "x"})
         done.append("ran")
 
     monkeypatch.setattr(people, "is_met", judged)
-    monkeypatch.setattr(run_command, "run_profile", run_profile)
+    monkeypatch.setattr(run_command, "run_request", run_request)
     with pytest.raises(StageWaiting):
-        run_command.run(OPTIONS)
+        run_command.run(argparse.Namespace(**WORDS, wait=False))
     assert done == []
-    run_command.run(argparse.Namespace(**{**vars(OPTIONS), "wait": True}))
+    run_command.run(argparse.Namespace(**WORDS, wait=True))
     assert done == ["look", "look", "look", "ran"]

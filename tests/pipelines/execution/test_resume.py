@@ -51,8 +51,8 @@ def test_a_run_of_a_terminal_is_run_again_with_its_own_options_by_name_or_id(cli
     newest = foreground(client, "nightly", Crashed(message="killed"))
     for wanted in ("nightly", str(newest), ""):
         found = resume(wanted, served=False)
-        assert found.kind == "foreground" and found.options is not None
-        assert vars(found.options) == PARAMETERS | {"wait": False}
+        assert found.kind == "foreground" and found.request is not None
+        assert found.request.parameters() == PARAMETERS
         assert found.message == f"nightly ({newest}) was Crashed (killed)"
 
 
@@ -97,7 +97,7 @@ def test_there_is_nothing_to_resume_of_what_completed_runs_or_waits(client):
     for state in (Completed(), Running(), Paused()):
         run = foreground(client, f"a-{state.name}-run", state)
         found = resume(str(run), served=True)
-        assert found.kind == "nothing" and found.options is None
+        assert found.kind == "nothing" and found.request is None
         said[state.name] = found.message
     assert said["Completed"].endswith("has completed: nothing to resume")
     assert said["Running"].endswith("is Running: its process is running")

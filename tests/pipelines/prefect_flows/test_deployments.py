@@ -13,6 +13,8 @@ import psutil
 import pytest
 import yaml
 from jsonschema import ValidationError, validate
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.exceptions import PrefectHTTPStatusError
 from rich.console import Console
 
 from pipelines.flows.profile import load_profile
@@ -172,7 +174,6 @@ def test_the_runner_keeps_its_files_where_no_other_user_can_take_their_names(tmp
 @pytest.mark.slow
 def test_a_profile_gets_a_deployment_of_four_fields_which_is_updated_and_served(client):
     from prefect.client.schemas.sorting import DeploymentSort
-    from prefect.exceptions import PrefectHTTPStatusError
 
     from pipelines.prefect_flows.own_deployments import deploy, of_kept_profile
 
@@ -265,17 +266,24 @@ def test_a_declared_flow_loads_in_a_process_that_has_loaded_nothing_else(name, t
 
 
 @pytest.mark.slow
-def test_deployments_of_the_same_program_are_not_made_again(prefect_home, client, monkeypatch, tmp_path):
-    """Their forms take 10 CPU seconds to make. A changed program, user or form makes them again.
+def test_only_changed_deployments_are_sent_and_their_forms_are_enforced(prefect_home, client, monkeypatch, tmp_path):
+    """The server's check of all forms takes 7 CPU seconds, for each of our changes to the program.
 
     In a clone that has a remote, Prefect takes the commit for the version of a deployment that was made without one.
     """
-    made: list[str] = []
+    sent: list[str] = []
+    parameters: dict[str, Any] = {"profile": ""}
 
-    def two(version: str) -> list[Any]:
-        made.append("made")
-        return [declare(flow, flow.fn.__name__, {}, version=version) for flow in pipeline_flows.PIPELINES[:2]]
+    def two() -> list[Any]:
+        sent.append("made")
+        return [declare(flow, flow.fn.__name__, parameters) for flow in pipeline_flows.PIPELINES[:2]]
 
+    def update(self: Any, deployment_id: Any, deployment: Any) -> None:
+        sent.append("updated")
+        as_sent(self, deployment_id, deployment)
+
+    as_sent = SyncPrefectClient.update_deployment
+    monkeypatch.setattr(SyncPrefectClient, "update_deployment", update)
     monkeypatch.setattr(deployments, "deployments", two)
     (tmp_path / "clone").mkdir()
     monkeypatch.chdir(tmp_path / "clone")
@@ -286,20 +294,34 @@ def test_deployments_of_the_same_program_are_not_made_again(prefect_home, client
     (prefect_home.root / "deployments.json").unlink(missing_ok=True)
     monkeypatch.setenv("RLHF_HOME", str(tmp_path))  # the runner serves its own folder, whichever is set
 
-    def registered() -> tuple[dict[str, Any], dict[str, Any]]:
+    def registered() -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+        """Name -> id on the server, id -> name at the runner, and what was made and sent."""
+        sent.clear()
         runner = deployments.InterruptingRunner(prefect_home)
         deployments.register(runner, prefect_home)
         found = {one.name: one.id for one in client.read_deployments()}
-        return found, {str(key): name for key, name in runner._deployment_registry._deployment_name_map.items()}
+        return (
+            found,
+            {str(key): name for key, name in runner._deployment_registry._deployment_name_map.items()},
+            [*sent],
+        )
 
-    first, served = registered()
-    again, served_again = registered()
-    assert made == ["made"]
-    assert first == again and served == served_again and len(served) == 2
-    client.delete_deployment(next(iter(first.values())))
-    assert first.keys() == registered()[0].keys() and made == ["made", "made"], "one was removed"
+    found, served, said = registered()
+    assert said == ["made"] and len(served) == 2
+    with pytest.raises(PrefectHTTPStatusError, match="409"):
+        client.create_flow_run_from_deployment(found["full"], parameters={"seed": "many"})
+    assert registered() == (found, served, [])
+    (prefect_home.root / "deployments.json").unlink()
+    assert registered() == (found, served, ["made"]), "another program with the same forms"
+    parameters["seed"] = 3
+    (prefect_home.root / "deployments.json").unlink()
+    assert registered() == (found, served, ["made", "updated", "updated"])
+    assert client.read_deployment(found["full"]).parameters == {"profile": "", "seed": 3}
+    client.delete_deployment(found["full"])
+    again, _, said = registered()
+    assert again.keys() == found.keys() and again["rlvr"] == found["rlvr"] and said == ["made"], "one was removed"
     monkeypatch.setenv("RLHF_USER", "somebody")
-    assert registered()[0].keys() == first.keys() and len(made) == 3, "they are tagged with the user"
+    assert registered()[2] == ["made", "updated", "updated"], "they are tagged with the user"
 
 
 @pytest.mark.parametrize("gone", [0, 1])

@@ -14,6 +14,7 @@ import pytest
 from pipelines.execution.executor import RunOptions, Silent
 from pipelines.execution.opening import open_run
 from pipelines.execution.plan import Pipeline
+from pipelines.execution.request import RunRequest
 from pipelines.flows.graph import Stages, ungrouped
 from pipelines.flows.profile import PipelineConfig, load_profile
 from pipelines.services.home import Home, basic
@@ -160,7 +161,7 @@ def test_a_group_waits_with_the_stage_that_a_gate_holds_back(prefect_home, tmp_p
 
     @flow(name="test-held", persist_result=False)
     def body() -> Any:
-        return pipeline_flows.run_served(config, grouped, RunOptions())
+        return pipeline_flows.run_served(config, grouped, RunRequest(""))
 
     state = body(return_state=True)
     assert state.name == "Waiting" and "WAITING at gate a" in str(state.message)
@@ -222,7 +223,7 @@ def test_a_budget_that_is_spent_in_a_group_ends_it_and_a_larger_one_goes_on(pref
 
         @flow(name="test-budget", persist_result=False)
         def body() -> Any:
-            return pipeline_flows.run_served(config, waiting_in_a_group(lambda: None, file), RunOptions())
+            return pipeline_flows.run_served(config, waiting_in_a_group(lambda: None, file), RunRequest(""))
 
         state = body(return_state=True)
         flow_run = state.state_details.flow_run_id
@@ -315,7 +316,7 @@ def test_a_run_that_waits_for_people_is_waiting_and_goes_on_when_they_are_done(p
 
     @flow(name="test-waiting", persist_result=False)
     def body() -> Any:
-        return pipeline_flows.run_served(load_profile(write_mini(tmp_path)), pipeline, RunOptions())
+        return pipeline_flows.run_served(load_profile(write_mini(tmp_path)), pipeline, RunRequest(""))
 
     monkeypatch.setattr(pipeline_flows, "open_tracker", lambda *_: MemoryTracker())
     state = body(return_state=True)
@@ -346,7 +347,7 @@ def test_a_blocked_run_and_an_approval_from_a_form(prefect_home, tmp_path, monke
 
     @flow(name="test-blocked", persist_result=False)
     def body() -> Any:
-        return pipeline_flows.run_served(config, two_toys, RunOptions())
+        return pipeline_flows.run_served(config, two_toys, RunRequest(""))
 
     state = body(return_state=True)
     assert state.name == "Waiting" and "`rlhf approve mini quality --question" in str(state.message)

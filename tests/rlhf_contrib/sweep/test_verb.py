@@ -12,6 +12,7 @@ from pipelines.cli.main import EXIT_BLOCKED, EXIT_INTERRUPTED, EXIT_REFUSED, EXI
 from pipelines.execution.executor import RunOptions
 from pipelines.execution.opening import open_run
 from pipelines.execution.plan import Pipeline, all_specs
+from pipelines.execution.request import RunRequest
 from pipelines.execution.run import PipelineRun, run_stages
 from pipelines.flows.full import lifecycle
 from pipelines.flows.graph import Stages
@@ -292,14 +293,8 @@ def test_policies_that_only_some_points_make_can_decide():
 
 
 def test_the_best_goes_on_once_a_person_has_approved_it(small, tmp_path, monkeypatch, capsys):
-    went: list[list[str]] = []
-    kept: list[Any] = []
-
-    def run_whole(options: Any, console: object) -> None:
-        went.append(options.overrides)
-        kept.append(options)
-
-    monkeypatch.setattr(sweep_verb, "run_profile", run_whole)
+    went: list[RunRequest] = []
+    monkeypatch.setattr(sweep_verb, "run_request", went.append)
     words = swept(tmp_path, "--approve", "--set", "seed=3")
     assert main([*words, "--force", "second"]) == EXIT_REFUSED
     assert "--force = 'second': would be computed again" in capsys.readouterr().err
@@ -317,7 +312,7 @@ def test_the_best_goes_on_once_a_person_has_approved_it(small, tmp_path, monkeyp
     assert {one.profile for one in request.askers} == {profile_digest(load_profile(tmp_path / "mini.toml"))}
     answer = [str(tmp_path / "mini.toml"), "sweep", "--reason", "as expected"]
     assert main(["approve", *answer]) == 0
-    assert main([*words, "--until", "second"]) == 0 and went == [["seed=3", "ppo.kl_coef=0.1"]]
-    assert kept[0].until == "" and kept[0].force == []
+    assert main([*words, "--until", "second"]) == 0
+    assert went == [RunRequest(str(tmp_path / "mini.toml"), ("seed=3", "ppo.kl_coef=0.1"))]
     assert main(["reject", *answer]) == 0
     assert main(words) == EXIT_BLOCKED and len(went) == 1

@@ -17,7 +17,7 @@ from rlhf_core.config.agents import NemoGymAgent
 from rlhf_core.config.runtime import VllmServerSamplerConfig
 from rlhf_core.errors import ConfigError, RlhfError
 from rlhf_core.schema.base import HttpAddress
-from rlhf_core.store import addresses, bucket_server
+from rlhf_core.store import addresses, bucket_server, opening
 from rlhf_core.store.addresses import open_bucket
 from rlhf_core.store.opening import check_writable, open_store, place_of, store_root
 
@@ -77,6 +77,7 @@ def no_network(monkeypatch):
         )
 
     monkeypatch.setattr(obstore.store, "from_url", through_nothing)
+    monkeypatch.setattr(opening, "PROBE_PATIENCE_S", -1.0)  # no request is repeated after seconds
     for name in ("AWS_SKIP_SIGNATURE", "GOOGLE_SKIP_SIGNATURE", "AZURE_SKIP_SIGNATURE"):
         monkeypatch.setenv(name, "true")
     monkeypatch.setenv("AWS_VIRTUAL_HOSTED_STYLE_REQUEST", "true")  # the bucket is in the name of the host
@@ -207,10 +208,12 @@ def test_a_bucket_without_credentials_is_refused_before_its_client_looks_for_the
     with socket.create_server(("127.0.0.1", 0)) as role:
         monkeypatch.setattr(addresses, "_ROLES", role.getsockname())
         open_bucket(f"{scheme}://bucket/x")
+    open_bucket(f"{scheme}://bucket/y")  # nobody listens at that port now, and nobody asks it again
+    monkeypatch.setattr(addresses, "_ROLES", ("127.0.0.1", 9))
     with pytest.raises(
         ConfigError, match=rf"store = '{scheme}://bucket/x': has no credentials: {variable}\w+ is not set.*; set"
     ):
-        open_bucket(f"{scheme}://bucket/x")  # nobody listens at that port now
+        open_bucket(f"{scheme}://bucket/x")
 
 
 def test_a_store_on_a_disk_is_its_folder_and_the_cache_of_a_bucket_is_for_this_user_alone(no_request, tmp_path):
