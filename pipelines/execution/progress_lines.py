@@ -14,8 +14,8 @@ logger = logging.getLogger(__name__)
 PROGRESS_EVERY_S = 15.0
 
 
-class ProgressLines:
-    """A `Listener` that passes one line per event to `write`.
+class ProgressLines(Listener):
+    """Passes one line per event to `write`.
 
     A plan and metrics have no line: the decision comes with the start of a stage, and the most informative metric with
     its end.
@@ -29,62 +29,37 @@ class ProgressLines:
         """Print or log a line."""
         raise NotImplementedError
 
-    def planned(self, label: str, decision: Decision) -> None:
-        return None
-
     def started(self, label: str, decision: Decision) -> None:
         self.write(f"{label}: {decision.action}: {decision.reason}")
+        super().started(label, decision)
 
     def progress(self, label: str, done: int, total: int, message: str) -> None:
         now = time.monotonic()
-        if label in self._last and now - self._last[label] < PROGRESS_EVERY_S:
-            return
-        self._last[label] = now
-        self.write(f"{label}: {done}/{total} {message}")
-
-    def metrics(self, label: str, step: int, values: Mapping[str, float]) -> None:
-        return None
+        if label not in self._last or now - self._last[label] >= PROGRESS_EVERY_S:
+            self._last[label] = now
+            self.write(f"{label}: {done}/{total} {message}")
+        super().progress(label, done, total, message)
 
     def finished(self, label: str, decision: Decision, metrics: Mapping[str, float], seconds: float) -> None:
         if decision.action != "HIT":
             self.write(f"{label}: done in {seconds:.1f} s  {key_metric(metrics)}".rstrip())
+        super().finished(label, decision, metrics, seconds)
 
     def failed(self, label: str, error: BaseException) -> None:
         end = f"FAILED: {type(error).__name__}" if isinstance(error, Exception) else end_of(error)
         self.write(f"{label}: {end}")
+        super().failed(label, error)
 
 
 class LoggedLines(ProgressLines):
-    """A `Listener` that logs the lines, which go to the log of the flow run, and passes the events on."""
+    """Logs the lines, which go to the log of the flow run, and passes the events on."""
 
     def __init__(self, inner: Listener) -> None:
         super().__init__()
-        self._inner = inner
+        self.inner = inner
 
     def write(self, line: str) -> None:
         logger.info("%s", line)
-
-    def planned(self, label: str, decision: Decision) -> None:
-        self._inner.planned(label, decision)
-
-    def started(self, label: str, decision: Decision) -> None:
-        super().started(label, decision)
-        self._inner.started(label, decision)
-
-    def progress(self, label: str, done: int, total: int, message: str) -> None:
-        super().progress(label, done, total, message)
-        self._inner.progress(label, done, total, message)
-
-    def metrics(self, label: str, step: int, values: Mapping[str, float]) -> None:
-        self._inner.metrics(label, step, values)
-
-    def finished(self, label: str, decision: Decision, metrics: Mapping[str, float], seconds: float) -> None:
-        super().finished(label, decision, metrics, seconds)
-        self._inner.finished(label, decision, metrics, seconds)
-
-    def failed(self, label: str, error: BaseException) -> None:
-        super().failed(label, error)
-        self._inner.failed(label, error)
 
 
 ENDS = {"Waiting": "waiting for people", "Blocked": "blocked by a gate", "OverBudget": "over budget"}
