@@ -26,7 +26,6 @@ SKIPPED = {
     "rlhf_core.data.tables": (1, "a policy's tokenizer"),
     "rlhf_contrib.sandbox.fusion": (1, "a server of SandboxFusion"),
     "rlhf_core.rollouts.answers": (1, "a policy that samples"),
-    "rlhf_core.rollouts.guard": (1, "a policy that is optimized"),
     "rlhf_core.runtime.worker_group": (2, "workers of Ray"),
     "rlhf_core.runtime.liveness": (1, "a cluster of Ray"),
     "rlhf_core.runtime.local_runtime": (1, "the engine torch"),

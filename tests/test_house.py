@@ -22,7 +22,7 @@ LONG_FUNCTION, LONG_FILE = 60, 650  # lines
 LONG_STRING = 2000  # characters
 
 HELD = {
-    "class names used twice": 17,
+    "class names used twice": 16,
     "function names in several modules": 118,
     "tokens per line": 6.8,
     "tokens of the core": 505_000,
@@ -243,7 +243,7 @@ def test_no_file_outside_of_the_store_knows_a_bucket():
 def test_tests_stand_in_the_room_that_they_test():
     """`rlhf_core/store/leases.py` is tested in `tests/rlhf_core/store/`, in a separate file or with related modules."""
     found = [Path(module.path) for module in modules() if not module.path.endswith("__init__.py")]
-    rooms = {str("stages" if file.match("stages/*/run.py") else file.parent) for file in found}
+    rooms = {str("stages" if file.match("stages/*/*.py") else file.parent) for file in found}
     files = [path for package in PACKAGES for path in (ROOT / "tests" / package).rglob("test_*.py")]
     tested = {path.parent.relative_to(ROOT / "tests").as_posix() for path in files}
     assert tested - rooms <= set(PACKAGES)

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipelines.cli.common import plain, print_line, print_wrapped
+from pipelines.execution.executor import Listener
 from pipelines.execution.key_metric import key_metric
 from pipelines.execution.plan import DIGITS, Outlook, PlannedStage, duration
 from pipelines.execution.progress_lines import ProgressLines, end_of
@@ -93,7 +94,7 @@ class PlainDisplay(ProgressLines):
         print_line(line, to=self._console)
 
 
-class LiveDisplay:
+class LiveDisplay(Listener):
     """A table that is updated as stages progress, for terminals. What is decided comes first and is never cut."""
 
     def __init__(self, console: Console) -> None:

@@ -3,13 +3,12 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from pipelines.execution.plan import PlannedStage
 from pipelines.flows.profile import PipelineConfig
 from rlhf_core.errors import WorkerLostError, explain
-from rlhf_core.interfaces import RegistryState, StageTracker
+from rlhf_core.interfaces import StageTracker
 from rlhf_core.stage import stopping
 from rlhf_core.stage.checkpoints import Checkpoints
 from rlhf_core.stage.decision import Decision, target_of
@@ -17,14 +16,13 @@ from rlhf_core.stage.key import StageSpec, Strictness
 from rlhf_core.stage.run import find
 from rlhf_core.store import attempts
 from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.tracking.memory import RunStatus
 from rlhf_core.types import ArtifactRef
 
 # ---------------------------------------------------------------- tracker
 
-Status = Literal["FINISHED", "FAILED", "KILLED", "SCHEDULED"]
 
-
-def status_of(error: BaseException | None) -> Status:
+def status_of(error: BaseException | None) -> RunStatus:
     """Return the status of a tracking run that ended with this error; SCHEDULED means that the same command goes on."""
     if error is None:
         return "FINISHED"
@@ -39,7 +37,7 @@ class TrackedStage(StageTracker, Protocol):
     @property
     def run_id(self) -> str: ...
 
-    def finish(self, status: Status) -> None: ...
+    def finish(self, status: RunStatus) -> None: ...
 
 
 class Tracker(Protocol):
@@ -60,7 +58,7 @@ class Tracker(Protocol):
 
     def cached(self, label: str, *, run_id: str | None, key: str) -> None: ...
 
-    def finish(self, status: Status, *, note: str) -> None: ...
+    def finish(self, status: RunStatus, *, note: str) -> None: ...
 
     def url(self, run_id: str) -> str: ...
 
@@ -139,116 +137,45 @@ TABLE_ROWS = 20  # of the newest table on a stage's card in Prefect
 CELL_CHARACTERS = 300  # of a cell there: whole answers are in the tracker
 
 
-class Listener(Protocol):
-    """A receiver of the events of every stage, by label, in order."""
+class Listener:
+    """A receiver of the events of every stage, by label, in order. It passes them on to `inner`, if there is one."""
 
-    def planned(self, label: str, decision: Decision) -> None: ...
+    inner: "Listener | None" = None
 
-    def started(self, label: str, decision: Decision) -> None: ...
+    def planned(self, label: str, decision: Decision) -> None:
+        if self.inner:
+            self.inner.planned(label, decision)
 
-    def progress(self, label: str, done: int, total: int, message: str) -> None: ...
+    def started(self, label: str, decision: Decision) -> None:
+        if self.inner:
+            self.inner.started(label, decision)
 
-    def metrics(self, label: str, step: int, values: Mapping[str, float]) -> None: ...
+    def progress(self, label: str, done: int, total: int, message: str) -> None:
+        if self.inner:
+            self.inner.progress(label, done, total, message)
 
-    def finished(self, label: str, decision: Decision, metrics: Mapping[str, float], seconds: float) -> None: ...
+    def metrics(self, label: str, step: int, values: Mapping[str, float]) -> None:
+        if self.inner:
+            self.inner.metrics(label, step, values)
 
-    def failed(self, label: str, error: BaseException) -> None: ...
+    def finished(self, label: str, decision: Decision, metrics: Mapping[str, float], seconds: float) -> None:
+        if self.inner:
+            self.inner.finished(label, decision, metrics, seconds)
 
-
-class ShownTracker:
-    """A stage's tracker that also passes metrics to the listener and keeps the newest table for the stage's card."""
-
-    def __init__(self, inner: StageTracker, label: str, listener: Listener) -> None:
-        self._inner = inner
-        self._label = label
-        self._listener = listener
-        self.samples: list[dict[str, str]] = []
-
-    @property
-    def uri(self) -> str:
-        return self._inner.uri
-
-    def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        self._inner.metrics(step, values)
-        self._listener.metrics(self._label, step, values)
-
-    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        self._inner.table(name, columns, rows)
-        self.samples = [
-            {column: str(cell)[:CELL_CHARACTERS] for column, cell in zip(columns, row, strict=True)}
-            for row in rows[:TABLE_ROWS]
-        ]
-
-    def file(self, path: Path, folder: str) -> None:
-        self._inner.file(path, folder)
-
-    def dataset(self, name: str, digest: str, context: str) -> None:
-        self._inner.dataset(name, digest, context)
-
-    def model(self, name: str, digest: str, uri: str) -> None:
-        self._inner.model(name, digest, uri)
-
-    def input_model(self, digest: str) -> None:
-        self._inner.input_model(digest)
-
-    def set_tags(self, values: Mapping[str, str]) -> None:
-        self._inner.set_tags(values)
-
-    def register(
-        self, name: str, digest: str, *, aliases: Sequence[str], tags: Mapping[str, str], uri: str = ""
-    ) -> str:
-        return self._inner.register(name, digest, aliases=aliases, tags=tags, uri=uri)
-
-    def champions(self, name: str) -> RegistryState | None:
-        return self._inner.champions(name)
+    def failed(self, label: str, error: BaseException) -> None:
+        if self.inner:
+            self.inner.failed(label, error)
 
 
-class Silent:
-    """A `Listener` that ignores all events, for runs that only Prefect's pages show."""
-
-    def planned(self, label: str, decision: Decision) -> None: ...
-
-    def started(self, label: str, decision: Decision) -> None: ...
-
-    def progress(self, label: str, done: int, total: int, message: str) -> None: ...
-
-    def metrics(self, label: str, step: int, values: Mapping[str, float]) -> None: ...
-
-    def finished(self, label: str, decision: Decision, metrics: Mapping[str, float], seconds: float) -> None: ...
-
-    def failed(self, label: str, error: BaseException) -> None: ...
+class Silent(Listener):
+    """Ignores all events, for runs that only Prefect's pages show."""
 
 
-class PassingListener:
-    """A `Listener` that passes all events on to another one."""
+class Tally(Listener):
+    """Keeps the decision and the metrics of every finished stage, and passes everything on."""
 
     def __init__(self, inner: Listener) -> None:
         self.inner = inner
-
-    def planned(self, label: str, decision: Decision) -> None:
-        self.inner.planned(label, decision)
-
-    def started(self, label: str, decision: Decision) -> None:
-        self.inner.started(label, decision)
-
-    def progress(self, label: str, done: int, total: int, message: str) -> None:
-        self.inner.progress(label, done, total, message)
-
-    def metrics(self, label: str, step: int, values: Mapping[str, float]) -> None:
-        self.inner.metrics(label, step, values)
-
-    def finished(self, label: str, decision: Decision, metrics: Mapping[str, float], seconds: float) -> None:
-        self.inner.finished(label, decision, metrics, seconds)
-
-    def failed(self, label: str, error: BaseException) -> None:
-        self.inner.failed(label, error)
-
-
-class Tally(PassingListener):
-    """A `Listener` that keeps the decision and the metrics of every finished stage, and passes everything on."""
-
-    def __init__(self, inner: Listener) -> None:
-        super().__init__(inner)
         self.decisions: dict[str, Decision] = {}
         self.metrics_of: dict[str, dict[str, float]] = {}
 
@@ -260,6 +187,30 @@ class Tally(PassingListener):
         self.decisions[label] = decision
         self.metrics_of[label] = dict(metrics)
         super().finished(label, decision, metrics, seconds)
+
+
+class ShownTracker:
+    """A stage's tracker that also passes metrics to the listener and keeps the newest table for the stage's card."""
+
+    def __init__(self, inner: StageTracker, label: str, listener: Listener) -> None:
+        self._inner = inner
+        self._label = label
+        self._listener = listener
+        self.samples: list[dict[str, str]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        self._inner.metrics(step, values)
+        self._listener.metrics(self._label, step, values)
+
+    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        self._inner.table(name, columns, rows)
+        self.samples = [
+            {column: str(cell)[:CELL_CHARACTERS] for column, cell in zip(columns, row, strict=True)}
+            for row in rows[:TABLE_ROWS]
+        ]
 
 
 # ---------------------------------------------------------------- executor

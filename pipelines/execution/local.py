@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from pipelines.execution.executor import (
     Progress,
@@ -160,6 +161,7 @@ class LocalExecutor:
             fresh=starts_over(context.store.attempts(key), target, force=context.options.forces(spec.label)),
         )
         shown = ShownTracker(inner, spec.label, context.listener)
+        tracker = cast(StageTracker, shown)
 
         def progress(done: int, total: int, message: str) -> None:
             context.listener.progress(spec.label, done, total, message)
@@ -169,7 +171,7 @@ class LocalExecutor:
         try:
             # One tracking run for all tries; with each try, a forced stage starts over.
             ref, decision = retry_lost_workers(
-                lambda: self._call(spec, shown, progress, {"run_id": inner.run_id, **context.links}),
+                lambda: self._call(spec, tracker, progress, {"run_id": inner.run_id, **context.links}),
                 label=spec.label,
                 retries=context.config.runtime.retries,
                 where=lambda: reached(context.store, key),

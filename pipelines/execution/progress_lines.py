@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Mapping
 
-from pipelines.execution.executor import Listener, PassingListener, Silent
+from pipelines.execution.executor import Listener
 from pipelines.execution.key_metric import key_metric
 from rlhf_core.stage.decision import Decision
 from rlhf_core.stage.stopping import RunHalted
@@ -14,15 +14,14 @@ logger = logging.getLogger(__name__)
 PROGRESS_EVERY_S = 15.0
 
 
-class ProgressLines(PassingListener):
-    """A `Listener` that passes one line per event to `write`, and the events to another one.
+class ProgressLines(Listener):
+    """Passes one line per event to `write`.
 
     A plan and metrics have no line: the decision comes with the start of a stage, and the most informative metric with
     its end.
     """
 
-    def __init__(self, inner: Listener = Silent()) -> None:
-        super().__init__(inner)
+    def __init__(self) -> None:
         self._last: dict[str, float] = {}
         """Time of the last line about the progress of each stage."""
 
@@ -53,7 +52,11 @@ class ProgressLines(PassingListener):
 
 
 class LoggedLines(ProgressLines):
-    """A `Listener` that logs the lines, which go to the log of the flow run, and passes the events on."""
+    """Logs the lines, which go to the log of the flow run, and passes the events on."""
+
+    def __init__(self, inner: Listener) -> None:
+        super().__init__()
+        self.inner = inner
 
     def write(self, line: str) -> None:
         logger.info("%s", line)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -12,14 +10,9 @@ from rlhf_core.errors import nearest
 from rlhf_core.schema.base import Config, added_option, http_address
 from rlhf_core.schema.secrets import HOLDS_SECRETS
 from rlhf_core.types import FEWEST_PROMPTS
+from stages.publish import OPERATORS
 from stages.table import STAGES
 
-OPERATORS: Mapping[str, Callable[[float, float], bool]] = {
-    ">=": operator.ge,
-    ">": operator.gt,
-    "<=": operator.le,
-    "<": operator.lt,
-}
 OPPOSITE = {">=": "<", ">": "<=", "<=": ">", "<": ">="}
 Event = Literal["waiting", "blocked", "over_budget", "failed", "finished"]
 

@@ -86,17 +86,15 @@ def read_outcome(folder: Path) -> JobOutcome | None:
     return JobOutcome(**(table | {"decision": None if decision is None else Decision(**decision)}))
 
 
-class Reporter(logging.Handler):
+class Reporter(Listener, logging.Handler):
     """The `Listener` of a job, which writes events to `progress.json`. As a log handler, it adds warnings to them."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(logging.WARNING)
+        logging.Handler.__init__(self, logging.WARNING)
         self._path = folder / PROGRESS
         self._report = _empty_report()
         self._changing = threading.Lock()
         self._due: threading.Timer | None = None
-
-    def planned(self, label: str, decision: Decision) -> None: ...
 
     def started(self, label: str, decision: Decision) -> None:
         with self._changing:

@@ -13,7 +13,7 @@ from pathlib import Path
 from pipelines.cli.common import console, print_line, profile_options, short
 from pipelines.cli.display import open_display
 from pipelines.cli.run_command import kept_log, prefect_server, run_recorded, run_request
-from pipelines.execution.executor import Listener, Status, Tally, Tracker
+from pipelines.execution.executor import Listener, Tally, Tracker
 from pipelines.execution.local import KeptRuntime
 from pipelines.execution.opening import is_watched, open_tracker, plan_run, results_if_all_cached, store_of
 from pipelines.execution.plan import PlannedStage
@@ -47,6 +47,7 @@ from rlhf_contrib.sweep.points import (
 from rlhf_core.errors import ConfigError
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.fingerprint import canonical_json, sha256_text
+from rlhf_core.tracking.memory import RunStatus
 from rlhf_core.types import ArtifactRef
 
 # ---------------------------------------------------------------- sweep runs
@@ -88,7 +89,7 @@ class Sweep:
         done = all(stage.decision.action == "HIT" and stage.gates_hold for planned in plans for stage in planned)
         if not (done and self.points.known) or is_watched(self.home):
             self._track(config)
-        status: Status = "KILLED"
+        status: RunStatus = "KILLED"
         try:
             with self._shared:
                 self._shared.callback(self._engines.close)

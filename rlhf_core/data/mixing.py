@@ -8,7 +8,7 @@ import hashlib
 import math
 import random
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Literal, TypeVar, get_args
 
@@ -200,6 +200,17 @@ def shuffled_indices(count: int, seed: int) -> Sequence[int]:
     order = array("q", range(count))
     random.Random(seed).shuffle(order)
     return order
+
+
+def split_by_prompt(
+    rows: Sequence[T], prompt_of: Callable[[T], str], *, fraction: float, seed: int
+) -> dict[str, list[T]]:
+    """{"train": rows, "eval": rows} with the rows of `held_out` prompts in `eval`: no prompt is in both."""
+    evaluation = held_out(map(prompt_of, rows), fraction=fraction, seed=seed)
+    return {
+        split: [row for row in rows if (prompt_of(row) in evaluation) == (split == "eval")]
+        for split in ("train", "eval")
+    }
 
 
 def held_out(prompt_ids: Iterable[str], *, fraction: float, seed: int) -> set[str]:

@@ -14,7 +14,6 @@ import numpy as np
 
 from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.evaluation.intervals import LEVEL
-from rlhf_core.interfaces import ModelSpec
 from rlhf_core.sequences import Sequences
 from rlhf_core.stage.context import StageContext
 from rlhf_core.types import Generation, PolicyRef
@@ -128,7 +127,7 @@ def log_ratios(
         return dict.fromkeys(rows, ())
     ratios: dict[str, tuple[float, ...]] = {}
     total, done = sum(len(items) for items in rows.values()), 0
-    model = ModelSpec(str(context.path(ref)), "lm", None, context.seed)
+    model = context.model(ref)
     with context.runtime.trainer("reference", model, None) as trainer:
         for name, items in rows.items():
             values: list[float] = []

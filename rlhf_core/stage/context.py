@@ -7,15 +7,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
-from rlhf_core.interfaces import Runtime, StageTracker
+from rlhf_core.config.models import LoraConfig
+from rlhf_core.interfaces import ModelSpec, Runtime, StageTracker
 from rlhf_core.processes.identity import user_name
 from rlhf_core.schema.base import Config, CustomFunction
 from rlhf_core.stage import failures, stopping
 from rlhf_core.stage.checkpoints import Checkpoints
 from rlhf_core.stage.decision import Target
 from rlhf_core.stage.failures import Counts, Settings
+from rlhf_core.stage.gate_decisions import GateAnswer, GateDecisions, Question
 from rlhf_core.stage.key import StageSpec
 from rlhf_core.stage.versions import environment
 from rlhf_core.store import attempts
@@ -122,6 +124,12 @@ class StageContext:
         """Return the folder of an input."""
         return self.store.path(ref)
 
+    def model(
+        self, ref: ArtifactRef, head: Literal["lm", "score", "value"] = "lm", *, lora: LoraConfig | None = None
+    ) -> ModelSpec:
+        """A model among the inputs, to be trained or asked."""
+        return ModelSpec(str(self.path(ref)), head, lora, self.seed)
+
     @property
     def functions(self) -> Mapping[str, str]:
         """Return the digests of the user's functions as they entered the key; loading a function checks its digest."""
@@ -192,6 +200,14 @@ class StageContext:
         `condition` holds, as JSON values for other processes, the condition that the stage waits for.
         """
         raise stopping.StageWaiting(f"{self.label} is waiting: {what}", condition)
+
+    def decision(self, question: Question, hint: str) -> GateAnswer:
+        """A person's answer to a question. Raises StageWaiting, with the question as its condition, if nobody has answered."""
+        request = GateDecisions(self.store.shared).find(question.id)
+        if request is None or request.answer is None:
+            self.checkpoints.settle()  # before the engines are released, because they may still be writing
+            self.wait(f"{question.found}: {hint}", {"question": question.model_dump()})
+        return request.answer
 
     def commit(
         self,

@@ -77,13 +77,17 @@ class StageSpec:
 
     def refs(self) -> Iterator[ArtifactRef]:
         """Yield all input handles, in the order of their names."""
-        for _, value in sorted(self.inputs.items()):
+        return (ref for _, ref in self.named_refs())
+
+    def named_refs(self) -> Iterator[tuple[str, ArtifactRef]]:
+        """Yield all input handles with their names, in the order of these; `pool/sft` is an entry of a table."""
+        for name, value in sorted(self.inputs.items()):
             if isinstance(value, ArtifactRef):
-                yield value
+                yield name, value
             elif isinstance(value, tuple):
-                yield from value
+                yield from ((name, ref) for ref in value)
             else:
-                yield from (ref for _, ref in sorted(value.items()))
+                yield from ((f"{name}/{entry}", ref) for entry, ref in sorted(value.items()))
 
 
 def user_functions(spec: StageSpec) -> dict[str, str]:

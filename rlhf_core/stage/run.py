@@ -30,7 +30,7 @@ from rlhf_core.store.layout import CHECKPOINTS, naming_disk_errors
 from rlhf_core.store.leases import Lease, Lost, Owner
 from rlhf_core.store.records import KeyRecord
 from rlhf_core.store.unfinished import bring_work, keeping
-from rlhf_core.types import ArtifactRef
+from rlhf_core.types import ArtifactRef, GenerationsRef, ModelRef, ReportRef
 
 logger = logging.getLogger(__name__)
 
@@ -180,6 +180,7 @@ def _finish(
         progress=progress,
         _run=run,
     )
+    _record_inputs(run.spec, tracker)
     with keeping(run.lease, run.attempt.number, run.work):
         handle = _call(store, run, context)
     try:
@@ -195,6 +196,16 @@ def _finish(
         run.lease.forget_work()
     attempts.give_way(folder, run.attempt)
     return handle
+
+
+def _record_inputs(spec: StageSpec, tracker: StageTracker) -> None:
+    """Record what the stage reads: models, answers and reports that it evaluates, and other data that it trains on."""
+    for name, ref in spec.named_refs():
+        if isinstance(ref, ModelRef):
+            tracker.input_model(ref.digest)
+        else:
+            evaluated = isinstance(ref, (GenerationsRef, ReportRef))
+            tracker.dataset(name, ref.digest, "evaluation" if evaluated else "training")
 
 
 def _call(store: ArtifactStore, run: RunningAttempt, context: StageContext) -> ArtifactRef:

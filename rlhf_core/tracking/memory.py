@@ -9,7 +9,8 @@ from typing import Any, Literal
 from rlhf_core.interfaces import RegistryState, StageTracker
 from rlhf_core.tracking.redaction import flatten
 
-Status = Literal["FINISHED", "FAILED", "KILLED", "SCHEDULED"]
+RunStatus = Literal["FINISHED", "FAILED", "KILLED", "SCHEDULED"]
+"""How a tracked run ended; SCHEDULED if the same command continues it."""
 
 
 @dataclass
@@ -67,7 +68,7 @@ class MemoryStageTracker(StageTracker):
     def champions(self, name: str) -> RegistryState | None:
         return self.known_champions
 
-    def finish(self, status: Status) -> None:
+    def finish(self, status: RunStatus) -> None:
         self.status = status
 
 
@@ -123,7 +124,7 @@ class MemoryTracker:
         known = self.stages[key].run_id if key in self.stages else ""
         self.tags[f"stage.{label}"] = f"{run_id or known or key} (cached)"
 
-    def finish(self, status: Status, *, note: str) -> None:
+    def finish(self, status: RunStatus, *, note: str) -> None:
         """End the run."""
         self.status, self.note = status, note
 

@@ -25,7 +25,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rlhf_core.interfaces import RegistryState, StageTracker
 from rlhf_core.processes.private_folder import private_folder
@@ -34,13 +34,12 @@ from rlhf_core.tracking import mlflow_client as owner
 from rlhf_core.tracking import redaction
 from rlhf_core.tracking.champions import registry_state
 from rlhf_core.tracking.further import FurtherTrackers
+from rlhf_core.tracking.memory import RunStatus
 from rlhf_core.tracking.mlflow_client import TrackingError, answering, database_file, open_client, run_url
 from rlhf_core.tracking.mlflow_delivery import Delivery
 from rlhf_core.tracking.outbox import Outbox
 
 logger = logging.getLogger(__name__)
-
-Status = Literal["FINISHED", "FAILED", "KILLED", "SCHEDULED"]
 
 OPEN_SECONDS = 120.0
 """Time limit of the first contact, which may import MLflow and create a database; later ones take milliseconds."""
@@ -102,11 +101,7 @@ class MlflowTracker:
         Runs of killed processes of this machine that are still RUNNING are ended as KILLED. Raises TrackingError if the
         server refuses this user or cannot be used at all: the run would train for hours and record nothing.
         """
-        self._further.stage(name, self._token, redaction.flatten(params))
-        self._append(
-            "open_run", self._token, run_id=run_id or "", name=name, params=redaction.flatten(params),
-            tags=redaction.tags({**tags, **owner.in_one_tag()}), attempt=uuid.uuid4().hex,
-        )  # fmt: skip
+        self._open("open_run", name, self._token, params, tags, run_id=run_id or "", name=name)
         if self._outbox.flush(OPEN_SECONDS, retry=True):
             self._reconcile()
         refused = self._outbox.refused
@@ -124,11 +119,7 @@ class MlflowTracker:
 
         `fresh` opens another one, for a stage that is made again from its beginning.
         """
-        self._further.stage(label, key, redaction.flatten(params))
-        self._append(
-            "open_stage", key, parent=self._token, label=label, params=redaction.flatten(params),
-            tags=redaction.tags({**tags, **owner.in_one_tag()}), attempt=uuid.uuid4().hex, fresh=fresh,
-        )  # fmt: skip
+        self._open("open_stage", label, key, params, tags, parent=self._token, label=label, fresh=fresh)
         self._outbox.flush(OPEN_SECONDS, retry=False)
         return MlflowStageTracker(self, key)
 
@@ -149,7 +140,7 @@ class MlflowTracker:
         """Record on the parent run that `label` was taken from the store, and the run that made it."""
         self._append("cached", self._token, label=label, run_id=run_id or "", key=key)
 
-    def finish(self, status: Status, *, note: str) -> None:
+    def finish(self, status: RunStatus, *, note: str) -> None:
         """End the run with its true status, put `note` (markdown) before its description, and deliver everything."""
         self._append("finish", self._token, status=status, note=note)
         self.leave()
@@ -162,6 +153,14 @@ class MlflowTracker:
     def url(self, run_id: str) -> str:
         """Return the address of a run."""
         return run_url(self._uri, self._delivery.experiment_id, run_id)
+
+    def _open(
+        self, op: str, title: str, run: str, params: Mapping[str, Any], tags: Mapping[str, str], **fields: Any
+    ) -> None:
+        flat = redaction.flatten(params)
+        self._further.stage(title, run, flat)
+        shown = redaction.tags({**tags, **owner.in_one_tag()})
+        self._append(op, run, params=flat, tags=shown, attempt=uuid.uuid4().hex, **fields)
 
     def _append(self, op: str, run: str, **fields: Any) -> None:
         self._outbox.append({"op": op, "run": run, **fields})
@@ -246,7 +245,7 @@ class MlflowStageTracker(StageTracker):
         """Deliver waiting records, for instance at a checkpoint; return whether everything arrived."""
         return self._tracker._outbox.flush(CLOSE_SECONDS, retry=False)
 
-    def finish(self, status: Status) -> None:
+    def finish(self, status: RunStatus) -> None:
         """End the stage's run with its true status."""
         self._append("finish", status=status, note="")
         self._tracker._outbox.flush(CLOSE_SECONDS, retry=False)

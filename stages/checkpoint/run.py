@@ -16,6 +16,5 @@ def run(config: CheckpointConfig, *, policy: PolicyRef, context: StageContext) -
         found = sorted(one.name for one in (context.path(policy) / EXPORTS).glob("step_*"))
         rule = f"the training exported no policy after this step, but {', '.join(found) or 'none at all'}"
         raise ConfigError(f"{context.label}.step", config.step, rule, "set export_every of the training to a divisor")
-    context.tracker.input_model(policy.digest)
     shutil.copytree(folder, context.out, dirs_exist_ok=True, copy_function=shutil.copyfile)
     return context.commit(PolicyRef, metrics={"step": float(config.step)})

@@ -36,7 +36,6 @@ GOLD_TIMEOUT_S = 600.0  # of a known reward for all answers
 def run(config: CollectPreferencesConfig, *, comparisons: ComparisonsRef, context: StageContext) -> PreferencesRef:
     """Return the pairs that annotators prefer, with `judgments.parquet` and `report.json` about the annotators."""
     asked = read_comparisons(context.path(comparisons))
-    context.tracker.dataset("comparisons", comparisons.digest, "training")
     judgments, extra = judge(config, asked, comparisons, context)
     gold = known_rewards(config, asked, context)
     report = judgment_report(asked, judgments, gold=gold) | extra

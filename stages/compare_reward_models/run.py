@@ -11,19 +11,17 @@ from rlhf_core.errors import DataError
 from rlhf_core.evaluation.reward_report import (
     SuiteRow,
     accuracy_difference,
-    hits_of,
     read_suite,
-    reward_model_report,
     suite_metrics,
     suite_report,
 )
-from rlhf_core.interfaces import Metrics, ModelSpec
+from rlhf_core.interfaces import Metrics
 from rlhf_core.rewards.model import Contract, verify_contract
 from rlhf_core.stage.context import StageContext
 from rlhf_core.types import PreferencesRef, ReportRef, RewardModelRef
 from stages.compare_reward_models import CompareRewardModelsConfig
 from stages.reward_model import RewardModelConfig
-from stages.reward_model.run import RenderedPair, reward_pairs
+from stages.reward_model.run import RenderedPair, pair_report, reward_pairs
 from stages.suites import suites_as_planned
 
 
@@ -45,7 +43,6 @@ def run(
     rows = [row for split in splits for row in read_preferences(folder / f"{split}.parquet")]
     if not rows:
         raise DataError(context.label, config.split, "holds no pair", 'set split = "all", or hold pairs out')
-    context.tracker.dataset("preferences", preferences.digest, "evaluation")
     seen = {name: rendered(ref, rows, context) for name, ref in sorted(reward_models.items())}
     shared = [at for at in range(len(rows)) if all(pairs[at] for pairs in seen.values())]
     if not shared:
@@ -55,7 +52,6 @@ def run(
     hits = {}
     metrics: Metrics = {"pairs": float(len(shared))}
     for name, ref in sorted(reward_models.items()):
-        context.tracker.input_model(ref.digest)
         pairs = [pair for at in shared for pair in seen[name][at]]
         reports[name], hits[name] = measured(ref, pairs, suites, context)
         if suites:
@@ -84,23 +80,13 @@ def measured(
 ) -> tuple[dict[str, Any], list[float]]:
     """Return the report of one reward model on the pairs, see `reward_model_report`, and on the suites; and its hits."""
     folder = context.path(ref)
-    contract, pairs = Contract.read(folder), [one.pair for one in seen]
-    with context.runtime.trainer("reward_model", ModelSpec(str(folder), "score", None, context.seed), None) as trainer:
+    contract = Contract.read(folder)
+    with context.runtime.trainer("reward_model", context.model(ref, "score"), None) as trainer:
         verify_contract(trainer, contract)
-        chosen = trainer.scores([pair.chosen_ids for pair in pairs])
-        rejected = trainer.scores([pair.rejected_ids for pair in pairs])
+        report, _, hits = pair_report(trainer, seen, seed=context.seed)
         chat = ChatTemplate.load(folder)
         scored = {
             name: suite_report(rows, chat, trainer.scores, max_length=contract.max_length)
             for name, rows in suites.items()
         }
-    report, _ = reward_model_report(
-        chosen_scores=chosen,
-        rejected_scores=rejected,
-        chosen_lengths=[len(pair.chosen_ids) for pair in pairs],
-        rejected_lengths=[len(pair.rejected_ids) for pair in pairs],
-        sources=[one.source for one in seen],
-        prompts=[one.prompt for one in seen],
-        seed=context.seed,
-    )
-    return report | ({"suites": scored} if scored else {}), hits_of(chosen, rejected)
+    return report | ({"suites": scored} if scored else {}), hits

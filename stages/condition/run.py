@@ -9,14 +9,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rlhf_core.data.chat import answer_message
-from rlhf_core.data.mixing import held_out
+from rlhf_core.data.mixing import split_by_prompt
 from rlhf_core.data.shards import read_rollouts
-from rlhf_core.data.tables import Demonstration, read_prompts, write_demonstrations, write_prompts
+from rlhf_core.data.tables import read_prompts, write_demonstrations, write_prompts
 from rlhf_core.errors import DataError
 from rlhf_core.stage.context import StageContext
 from rlhf_core.types import DemonstrationsRef, Message, Prompt, PromptsRef, Rollout, RolloutsRef
 from stages.condition import ConditionConfig
+from stages.select.run import demonstrations
 
 TABLE_ROWS = 16  # in the tracker
 
@@ -25,7 +25,6 @@ def run(
     config: ConditionConfig, *, rollouts: RolloutsRef, prompts: PromptsRef | None = None, context: StageContext
 ) -> DemonstrationsRef | PromptsRef:
     """Return the answers of `rollouts` after prompts with their level, or `prompts` that request the best level."""
-    context.tracker.dataset("rollouts", rollouts.digest, "training")
     everything = read_rollouts(context.path(rollouts))
     valid = [one for one in everything if not one.invalid]
     kept = [one for one in valid if not (config.drop_truncated and one.completion.finish_reason == "length")]
@@ -33,19 +32,17 @@ def run(
     check_levels(config, levels, context)
     best = max(levels)
     if prompts is not None:
-        context.tracker.dataset("prompts", prompts.digest, "evaluation")
         conditioned = [asking(prompt, best, template=config.template) for prompt in read_prompts(context.path(prompts))]
         write_prompts(context.out, conditioned)
         return context.commit(PromptsRef, metrics={"prompts": len(conditioned), "level": best})
 
-    evaluation = held_out((one.prompt.id for one in kept), fraction=config.eval_fraction, seed=context.seed)
-    rows = demonstrations(kept, levels, template=config.template)
-    splits = {
-        "train": [row for row, one in zip(rows, kept, strict=True) if one.prompt.id not in evaluation],
-        "eval": [row for row, one in zip(rows, kept, strict=True) if one.prompt.id in evaluation],
-    }
+    asked = [
+        replace(one, prompt=asking(one.prompt, level, template=config.template))
+        for one, level in zip(kept, levels, strict=True)
+    ]
+    splits = split_by_prompt(asked, lambda one: one.prompt.id, fraction=config.eval_fraction, seed=context.seed)
     for name, part in splits.items():
-        write_demonstrations(context.out / f"{name}.parquet", part)
+        write_demonstrations(context.out / f"{name}.parquet", demonstrations(part))
     record(kept, levels, context)
     counts = {f"level_{level}": float(count) for level, count in sorted(Counter(levels).items())}
     counts |= {name: float(len(part)) for name, part in splits.items()}
@@ -77,26 +74,10 @@ def check_levels(config: ConditionConfig, levels: Sequence[int], context: StageC
 
 def asking(prompt: Prompt, level: int, *, template: str) -> Prompt:
     """Return `prompt`, its id and label unchanged, with the level in its last message."""
-    return replace(prompt, messages=decorated(prompt.messages, level, template=template))
-
-
-def demonstrations(rollouts: Sequence[Rollout], levels: Sequence[int], *, template: str) -> list[Demonstration]:
-    """Return each answer behind its prompt with its level; ids are the prompt's with a running number."""
-    numbers: Counter[str] = Counter()
-    rows = []
-    for rollout, level in zip(rollouts, levels, strict=True):
-        prompt = rollout.prompt
-        messages = (*decorated(prompt.messages, level, template=template), answer_message(rollout))
-        rows.append(Demonstration(f"{prompt.id}/{numbers[prompt.id]}", messages, prompt.source))
-        numbers[prompt.id] += 1
-    return rows
-
-
-def decorated(messages: Sequence[Message], level: int, *, template: str) -> tuple[Message, ...]:
-    """Return `messages`, the last one filled into `template`."""
     # Not str.format: braces in a prompt are its own. The level first, or a prompt with the text {level} would get it.
-    content = template.replace("{level}", str(level)).replace("{prompt}", messages[-1].content)
-    return (*messages[:-1], Message(messages[-1].role, content))
+    *before, last = prompt.messages
+    content = template.replace("{level}", str(level)).replace("{prompt}", last.content)
+    return replace(prompt, messages=(*before, Message(last.role, content)))
 
 
 def record(rollouts: Sequence[Rollout], levels: Sequence[int], context: StageContext) -> None:

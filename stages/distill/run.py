@@ -19,7 +19,7 @@ from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.mixing import held_out
 from rlhf_core.data.tables import read_demonstrations, read_prompts
 from rlhf_core.errors import ConfigError, DataError
-from rlhf_core.interfaces import Metrics, ModelSpec, Objective, Sampler, Trainer
+from rlhf_core.interfaces import Metrics, Objective, Sampler, Trainer
 from rlhf_core.models.architecture import check_longest
 from rlhf_core.models.loading import shared_vocabulary, vocabulary_size
 from rlhf_core.rollouts.answers import expect_weights
@@ -76,21 +76,20 @@ def run(
     for ref in (policy, *named.values()):
         if not config.on_policy:
             check_longest(f"{context.label}.max_length", config.max_length, context.path(ref))
-        context.tracker.input_model(ref.digest)
     method = method_of(config, policy, named, context)
     splits = drawn(config, prompts, context) if config.on_policy else shown(config, method, demonstrations, context)
 
-    student_spec = ModelSpec(path=str(context.path(policy)), head="lm", lora=config.lora, seed=context.seed)
-    teacher_specs = [
-        ModelSpec(path=str(context.path(ref)), head="lm", lora=None, seed=context.seed) for ref in named.values()
-    ]
     with ExitStack() as leases:
         look_ahead = None
         if config.on_policy:
             sampler = leases.enter_context(context.runtime.sampler(context.path(policy)))
             look_ahead = answering(sampler, method, config.sampling, seed=context.seed)
-        own = leases.enter_context(context.runtime.trainer("policy", student_spec, config.optimizer))
-        trainers = [leases.enter_context(context.runtime.trainer("teacher", spec, None)) for spec in teacher_specs]
+        own = leases.enter_context(
+            context.runtime.trainer("policy", context.model(policy, lora=config.lora), config.optimizer)
+        )
+        trainers = [
+            leases.enter_context(context.runtime.trainer("teacher", context.model(ref), None)) for ref in named.values()
+        ]
         student = DistillationTrainer(own, method.teachers(trainers))
         # The draws are those of all epochs.
         loop = config.loop.model_copy(update={"epochs": 1}) if config.on_policy else config.loop
@@ -235,7 +234,6 @@ def shown(
 ) -> dict[str, list[Any]]:
     """Return the demonstrations by split, their assistant turns masked."""
     ref = needed(demonstrations, "demonstrations", f"on_policy = {on(config)} trains on demonstrations", context)
-    context.tracker.dataset("demonstrations", ref.digest, "training")
     rows = {split: read_demonstrations(context.path(ref) / f"{split}.parquet") for split in ("train", "eval")}
     config.check_sources({row.source for found in rows.values() for row in found}, key=context.label)
     return {
@@ -251,7 +249,6 @@ def shown(
 def drawn(config: DistillConfig, prompts: PromptsRef | None, context: StageContext) -> dict[str, list[Draw]]:
     """Return the answers to be sampled: one to each prompt and epoch, and one to each prompt that is held out."""
     ref = needed(prompts, "prompts", f"on_policy = {on(config)} trains on prompts", context)
-    context.tracker.dataset("prompts", ref.digest, "training")
     rows = read_prompts(context.path(ref))
     if not rows:
         raise DataError(f"{context.label}.prompts", 0, "there are no prompts to answer", "prepare more prompts")

@@ -18,7 +18,7 @@ from rlhf_core.algorithms.preference.base import AnswerMethod
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.tables import Feedback, Preference, read_feedback, read_preferences
 from rlhf_core.errors import DataError
-from rlhf_core.interfaces import ModelSpec, logprob_rows
+from rlhf_core.interfaces import logprob_rows
 from rlhf_core.models.architecture import check_longest
 from rlhf_core.stage.context import StageContext
 from rlhf_core.store.layout import write_json
@@ -61,11 +61,9 @@ def run(
     judged = {split: read_feedback(context.path(preferences), split) for split in rows}
     single = {split: token_answers(chat, judged[split], max_length=config.max_length) for split in rows}
     check_data(config, len(pairs["train"]), len(single["train"]), len(judged["train"]), context)
-    context.tracker.dataset("preferences", preferences.digest, "training")
-    context.tracker.input_model(policy.digest)
 
     objective, samples = prepared(config, pairs, single, reference, context)
-    model = ModelSpec(path=str(context.path(policy)), head="lm", lora=config.lora, seed=context.seed)
+    model = context.model(policy, lora=config.lora)
     exports = open_exports(config.exported_steps, config.loop, len(samples["train"]), context)
     with context.runtime.trainer("policy", model, config.optimizer) as trainer:
         ahead = look_ahead_of(objective)
@@ -247,7 +245,7 @@ def reference_sums(
     path = context.work / f"reference_logprobs_{split}.json"
     if path.exists():
         return list(json.loads(path.read_text(encoding="utf-8"))["logprobs"])
-    model = ModelSpec(path=str(context.path(reference)), head="lm", lora=None, seed=context.seed)
+    model = context.model(reference)
     sums: list[float] = []
     with context.runtime.trainer("reference", model, None) as trainer:
         for start in range(0, len(sequences), REFERENCE_CHUNK):

@@ -20,7 +20,6 @@ from rlhf_core.evaluation.intervals import ends
 from rlhf_core.evaluation.lineage import lineage
 from rlhf_core.evaluation.metrics import best_of_n_kl, log_ratios
 from rlhf_core.evaluation.report import Sample, render_report
-from rlhf_core.interfaces import ModelSpec
 from rlhf_core.rewards.batches import checked
 from rlhf_core.rewards.isolation import IsolatedReward, WorkerSettings
 from rlhf_core.rewards.model import Contract, score_with_reward_model, verify_contract
@@ -42,7 +41,6 @@ def run(
     """Compare the policies whose answers are given; return the report (report.json, report.html, figures/)."""
     check_names(config, list(generations))
     config = with_reference(config, generations, reference, context)
-    record_inputs(generations, reference, reward_model, context)
     policies = measured(config, generations, reference, reward_model, context)
     report = compare(config, policies, context)
     report["lineage"], curves = ancestry(generations, context)
@@ -71,20 +69,6 @@ def with_reference(
     digests = {name: read_index(context.path(ref))["policy"] for name, ref in generations.items()}
     names = [name for name, digest in digests.items() if reference is not None and digest == reference.digest]
     return config if not names or config.reference in names else config.model_copy(update={"reference": names[0]})
-
-
-def record_inputs(
-    generations: Mapping[str, GenerationsRef],
-    reference: PolicyRef | None,
-    reward_model: RewardModelRef | None,
-    context: StageContext,
-) -> None:
-    """Record the lineage: the answers as datasets, the models that judge them as inputs."""
-    for name, ref in generations.items():
-        context.tracker.dataset(f"answers-{name}", ref.digest, "evaluation")
-    for model in (reference, reward_model):
-        if model is not None:
-            context.tracker.input_model(model.digest)
 
 
 # ---------------------------------------------------------------- measuring
@@ -149,7 +133,7 @@ def reward_scores(
         return dict.fromkeys(rows, ())
     folder = context.path(ref)
     contract, chat = Contract.read(folder), ChatTemplate.load(folder)
-    with context.runtime.trainer("reward_model", ModelSpec(str(folder), "score", None, context.seed), None) as trainer:
+    with context.runtime.trainer("reward_model", context.model(ref, "score"), None) as trainer:
         verify_contract(trainer, contract)
         return {
             name: tuple(score_with_reward_model(trainer, chat, items, max_length=contract.max_length))

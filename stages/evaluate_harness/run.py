@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from rlhf_core.errors import ConfigError
-from rlhf_core.interfaces import ModelSpec
 from rlhf_core.models.architecture import length_limit, read_config
 from rlhf_core.pretrained import load_tokenizer
 from rlhf_core.stage.context import StageContext
@@ -23,9 +22,8 @@ def run(config: HarnessSuite, *, policy: PolicyRef, context: StageContext) -> Re
     from rlhf_core.suites.harness import Engines, run_tasks
 
     check_files(config, context)
-    context.tracker.input_model(policy.digest)
     folder = context.path(policy)
-    model = ModelSpec(str(folder), "lm", None, context.seed)
+    model = context.model(policy)
     architecture = read_config(folder)
     positions = int(architecture.get_text_config().max_position_embeddings)
     max_length = min(positions, length_limit(architecture) or positions)

@@ -17,7 +17,6 @@ from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.shards import read_generations, read_index
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.intervals import bounds_of
-from rlhf_core.interfaces import ModelSpec
 from rlhf_core.rewards.model import Contract, score_with_reward_model, verify_contract
 from rlhf_core.rewards.terms import open_elsewhere
 from rlhf_core.stage.context import StageContext
@@ -68,7 +67,6 @@ def run(
     folder = context.path(generations)
     everything = read_generations(folder)
     rows = [one for one in everything if not one.completion.failure]
-    context.tracker.dataset("answers", generations.digest, "evaluation")
     counted = everything if isinstance(config, (PassAtKSuite, JudgeSuite)) else rows  # where a failure is a loss
     if everything and not counted:
         rule = f"all {len(everything)} episodes failed; the first: {everything[0].completion.failure}"
@@ -168,9 +166,8 @@ def gold_values(config: GoldSuite, rows: Sequence[Generation], context: StageCon
 def reward_scores(ref: RewardModelRef, rows: Sequence[Generation], context: StageContext) -> list[float]:
     """Return the reward model's score of each answer."""
     folder = context.path(ref)
-    context.tracker.input_model(ref.digest)
     contract, chat = Contract.read(folder), ChatTemplate.load(folder)
-    with context.runtime.trainer("reward_model", ModelSpec(str(folder), "score", None, context.seed), None) as trainer:
+    with context.runtime.trainer("reward_model", context.model(ref, "score"), None) as trainer:
         verify_contract(trainer, contract)
         return score_with_reward_model(trainer, chat, rows, max_length=contract.max_length)
 

@@ -45,8 +45,6 @@ def run(
     given = read_prompts(context.path(prompts))
     config.check_agents({prompt.source for prompt in given}, key=context.label)
     questions = chosen(given, config)
-    context.tracker.dataset("prompts", prompts.digest, "training")
-    context.tracker.input_model(policy.digest)
 
     folder = context.work / "shards"
     put = {row.id: row.messages for row in read_prompts(context.path(asked))} if asked is not None else {}

@@ -29,7 +29,6 @@ def run(config: ImportRewardModelConfig, *, policy: PolicyRef, context: StageCon
     check_copy(names, config, context)
     stored = json.loads((context.out / "config.json").read_text(encoding="utf-8"))
     (context.out / "config.json").write_text(json.dumps(single_output(stored), indent=2), encoding="utf-8")
-    context.tracker.input_model(policy.digest)
 
     policys = ChatTemplate.load(context.path(policy))
     if config.template == "policy":

@@ -36,8 +36,6 @@ def run(
     first = next(iter(folders.values()))
     for name, folder in folders.items():
         shared_vocabulary(first, folder, key=f"{context.label}.weights.{name}")
-    for ref in policies.values():
-        context.tracker.input_model(ref.digest)
     counts = write_merged(config, folders, start, context)
     for path in first.iterdir():
         if path.is_file() and not path.match(WEIGHTS) and path.name != MANIFEST:

@@ -20,7 +20,6 @@ def run(
     """
     rows: dict[str, list[Preference]] = {split: [] for split in SPLITS}
     for name, ref in sorted(preferences.items()):
-        context.tracker.dataset(name, ref.digest, "training")
         for split in SPLITS:
             found = read_preferences(context.path(ref) / f"{split}.parquet")
             rows[split] += [replace(row, source=name) for row in found]

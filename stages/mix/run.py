@@ -60,7 +60,6 @@ def run(config: MixConfig, *, tables: dict[str, ArtifactRef], context: StageCont
     """
     rows: dict[str, list[MixRow]] = {"train": [], "eval": []}
     for name, ref in tables.items():
-        context.tracker.dataset(name, ref.digest, "training")
         for split in rows if config.kind != "prompts" else ("train",):
             rows[split] += [MixRow(name, row) for row in read_split(config.kind, context.path(ref), split)]
     wanted = set(config.sources or config.mixture)

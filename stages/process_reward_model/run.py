@@ -13,7 +13,7 @@ from rlhf_core.data.tables import SteppedAnswer, StepSplitter, read_steps
 from rlhf_core.data.turns import Turns
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.reward_report import step_report
-from rlhf_core.interfaces import Metrics, ModelSpec, Trainer
+from rlhf_core.interfaces import Metrics, Trainer
 from rlhf_core.models.architecture import check_longest
 from rlhf_core.stage.context import StageContext
 from rlhf_core.training.fit import fit_and_measure
@@ -40,14 +40,12 @@ def run(
         rule = f"none of the {len(rows['train'])} answers can be split into its steps at the separator"
         remedy = "use a separator that no step contains, or raise max_length"
         raise DataError(f"{context.label}.separator", config.separator, rule, remedy)
-    context.tracker.dataset("steps", steps.digest, "training")
-    context.tracker.input_model(policy.digest)
 
     def measure(trainer: Trainer) -> Metrics:
         write_contract(trainer, samples["eval"] or samples["train"], chat, config, context.out)
         return write_report(trainer, found["eval"], chat, context)
 
-    model = ModelSpec(path=str(context.path(policy)), head="score", lora=config.lora, seed=context.seed)
+    model = context.model(policy, "score", lora=config.lora)
     result, report = fit_and_measure(model, samples, StepObjective(), config.optimizer, config.loop, measure, context)
     metrics = {
         "steps": result.steps,

@@ -27,8 +27,6 @@ TABLE_ROWS = 16  # in the tracker
 
 def run(config: ProposeComparisonsConfig, *, rollouts: dict[str, RolloutsRef], context: StageContext) -> ComparisonsRef:
     """Return the comparisons for annotators; `rollouts` holds the scored answers of each policy."""
-    for name, ref in rollouts.items():
-        context.tracker.dataset(f"rollouts-{name}", ref.digest, "training")
     rows = {name: whole_answers(config, read_rollouts(context.path(ref))) for name, ref in rollouts.items()}
     if config.strategy == "disagreement":
         require_components(rows)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable, Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -10,6 +12,13 @@ from rlhf_core.schema.base import Config, RenamedConfig, added_option
 from rlhf_core.types import FEWEST_PROMPTS, PolicyRef, PublishedRef, ReportRef
 from stages import measured
 from stages.declaration import From, stage
+
+OPERATORS: Mapping[str, Callable[[float, float], bool]] = {
+    ">=": operator.ge,
+    ">": operator.gt,
+    "<=": operator.le,
+    "<": operator.lt,
+}
 
 
 class Threshold(Config):

@@ -6,11 +6,10 @@ back to a policy that was rolled back. A failed gate is an outcome, written down
 
 import json
 import logging
-import operator
 import re
 import shutil
 import stat
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +20,10 @@ from rlhf_core.store.layout import MANIFEST
 from rlhf_core.tracking.champions import move_tag
 from rlhf_core.training.exports import EXPORTS
 from rlhf_core.types import CHAMPION, PolicyRef, PublishedRef, ReportRef
-from stages.publish import ChallengeConfig, GateNote, PublishConfig, Threshold
+from stages.publish import OPERATORS, ChallengeConfig, GateNote, PublishConfig, Threshold
 
 logger = logging.getLogger(__name__)
 
-OPERATORS: Mapping[str, Callable[[float, float], bool]] = {
-    ">=": operator.ge,
-    ">": operator.gt,
-    "<=": operator.le,
-    "<": operator.lt,
-}
 CANDIDATE = "candidate"
 HUB = "hub"
 ROLLED_BACK: dict[str, Any] = {
@@ -74,8 +67,6 @@ def run(
         copy_for_hub(context.path(policy), context.out / HUB)
     if not context.store.is_external(policy):
         context.store.pin(policy.uri, note=f"{config.name} {'champion' if passed else 'candidate'}")
-    context.tracker.input_model(policy.digest)
-    context.tracker.dataset("report", report.digest, "evaluation")
     aliases = [CANDIDATE, CHAMPION] if passed else [CANDIDATE]
     tags = version_tags(name, content, context.key, passed)
     if passed:

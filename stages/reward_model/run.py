@@ -18,13 +18,14 @@ from rlhf_core.errors import DataError
 from rlhf_core.evaluation.reward_report import (
     EDITS,
     SuiteRow,
+    hits_of,
     probe_report,
     read_suite,
     reward_model_report,
     suite_metrics,
     suite_report,
 )
-from rlhf_core.interfaces import Metrics, ModelSpec, Trainer
+from rlhf_core.interfaces import Metrics, Trainer
 from rlhf_core.models.architecture import check_longest
 from rlhf_core.stage.context import StageContext
 from rlhf_core.training.fit import fit_and_measure
@@ -67,8 +68,6 @@ def run(
     pairs = {split: [one.pair for one in rendered[split]] for split in rendered}
     if not pairs["train"]:
         raise no_pairs(context, preferences, dropped=len(rows["train"]))
-    context.tracker.dataset("preferences", preferences.digest, "training")
-    context.tracker.input_model(policy.digest)
 
     def measure(trainer: Trainer) -> Metrics:
         write_contract(trainer, pairs["eval"] or pairs["train"], chat, config, context.out)
@@ -76,7 +75,7 @@ def run(
         report = write_report(trainer, rendered["eval"], probes, context)
         return report | write_suites(trainer, suites, chat, config.max_length, context)
 
-    model = ModelSpec(path=str(context.path(policy)), head="score", lora=config.lora, seed=context.seed)
+    model = context.model(policy, "score", lora=config.lora)
     objective = BradleyTerryObjective(centering_coef=config.centering_coef)
     result, report = fit_and_measure(model, pairs, objective, config.optimizer, config.loop, measure, context)
     metrics = {
@@ -148,21 +147,30 @@ def write_report(trainer: Trainer, rendered: Sequence[RenderedPair], probes: Pro
     """Write `report.json` and its figures into the artifact; return the headline figures of the held-out pairs."""
     if not rendered:
         return {}
-    pairs = [one.pair for one in rendered]
-    report, figures = reward_model_report(
-        chosen_scores=trainer.scores([pair.chosen_ids for pair in pairs]),
-        rejected_scores=trainer.scores([pair.rejected_ids for pair in pairs]),
-        chosen_lengths=[len(pair.chosen_ids) for pair in pairs],
-        rejected_lengths=[len(pair.rejected_ids) for pair in pairs],
-        sources=[one.source for one in rendered],
-        prompts=[one.prompt for one in rendered],
-        seed=context.seed,
-    )
+    report, figures, _ = pair_report(trainer, rendered, seed=context.seed)
     if probes.rewards:
         report["probes"] = probe_report(rewards=probes.rewards, changes=probes.changes, spread=report["score_std"])
     (context.out / "report.json").write_text(json.dumps(report, indent=2), encoding="utf-8")
     context.figures(figures)
     return headline(report)
+
+
+def pair_report(
+    trainer: Trainer, rendered: Sequence[RenderedPair], *, seed: int
+) -> tuple[dict[str, Any], dict[str, bytes], list[float]]:
+    """Score the pairs; their report (`reward_model_report`), its figures, and the hits."""
+    chosen, rejected = [one.pair.chosen_ids for one in rendered], [one.pair.rejected_ids for one in rendered]
+    scores = trainer.scores(chosen), trainer.scores(rejected)
+    report, figures = reward_model_report(
+        chosen_scores=scores[0],
+        rejected_scores=scores[1],
+        chosen_lengths=list(map(len, chosen)),
+        rejected_lengths=list(map(len, rejected)),
+        sources=[one.source for one in rendered],
+        prompts=[one.prompt for one in rendered],
+        seed=seed,
+    )
+    return report, figures, hits_of(*scores)
 
 
 def write_suites(

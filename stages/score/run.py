@@ -39,9 +39,6 @@ def run(
     check_rubrics(
         config.rewards, list({row.prompt.id: row.prompt for row in rows}.values()), key=f"{context.label}.rewards"
     )
-    context.tracker.dataset("generations", generations.digest, "evaluation")
-    for ref in reward_models.values():
-        context.tracker.input_model(ref.digest)
 
     folder = context.work / "shards"
     score_shards(config, rows, reward_models, folder, context)

@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any, TypeAlias, TypeVar
 
 from rlhf_core.data.chat import answer_message
-from rlhf_core.data.mixing import held_out
+from rlhf_core.data.mixing import split_by_prompt
 from rlhf_core.data.shards import read_index, read_rollouts
 from rlhf_core.data.tables import (
     DIFFICULTY,
@@ -50,8 +50,6 @@ def run(
     The answers to a prompt are those of `rollouts`, or of all in `pool`.
     """
     given = pool or {} if rollouts is None else {"rollouts": rollouts}
-    for name, ref in given.items():
-        context.tracker.dataset(name, ref.digest, "training")
     found = {name: read_rollouts(context.path(ref)) for name, ref in given.items()}
     everything = [one for rows in found.values() for one in rows]
     valid = [rollout for rollout in everything if not rollout.invalid]
@@ -70,14 +68,14 @@ def run(
             names = {one: one if config.chosen else read_index(context.path(given[one]))["policy"] for one in given}
             owners = {id(one): names[name] for name, rows in found.items() for one in rows}
         pairs, dropped = make_pairs(groups, config, owners, seed=context.seed)
-        for split, part in split_by_prompt(pairs, prompt_of_pair, config, seed=context.seed).items():
+        for split, part in splits(pairs, lambda pair: pair.chosen.prompt.id, config, seed=context.seed).items():
             write_preferences(context.out / f"{split}.parquet", [preference(pair) for pair in part])
             counts[split] = len(part)
         record_pairs(pairs, context)
         return context.commit(PreferencesRef, metrics=counts | dropped | pair_metrics(pairs))
 
     chosen = [rollout for group in groups for rollout in best(group, config)]
-    for split, kept in split_by_prompt(chosen, prompt_of_rollout, config, seed=context.seed).items():
+    for split, kept in splits(chosen, lambda one: one.prompt.id, config, seed=context.seed).items():
         write_demonstrations(context.out / f"{split}.parquet", demonstrations(kept))
         counts[split] = len(kept)
     record_demonstrations(chosen, context)
@@ -329,29 +327,17 @@ def _sampled_tokens(rollout: Rollout) -> int:
 # ---------------------------------------------------------------- splitting and recording
 
 
-def split_by_prompt(
-    rows: Sequence[T], prompt_of: Callable[[T], str], config: Selection, *, seed: int
-) -> dict[str, list[T]]:
-    """Return {"train": rows, "eval": rows}: no prompt is in both. DataError if nothing is left to train on."""
-    evaluation = held_out((prompt_of(row) for row in rows), fraction=config.eval_fraction, seed=seed)
-    train = [row for row in rows if prompt_of(row) not in evaluation]
-    if not train:
+def splits(rows: Sequence[T], prompt_of: Callable[[T], str], config: Selection, *, seed: int) -> dict[str, list[T]]:
+    """The rows by split. DataError if nothing is left to train on."""
+    found = split_by_prompt(rows, prompt_of, fraction=config.eval_fraction, seed=seed)
+    if not found["train"]:
         raise DataError(
             "select",
             config.model_dump(mode="json"),
             f"keeps {len(rows)} of the rollouts, and none of them to train on",
             "lower minimum or margin_threshold, sample more per prompt, or raise sampling.max_tokens",
         )
-    return {"train": train, "eval": [row for row in rows if prompt_of(row) in evaluation]}
-
-
-def prompt_of_rollout(rollout: Rollout) -> str:
-    return rollout.prompt.id
-
-
-def prompt_of_pair(pair: Pair) -> str:
-    """Return the id of the prompt that both answers share."""
-    return pair.chosen.prompt.id
+    return found
 
 
 def record_demonstrations(rollouts: Sequence[Rollout], context: StageContext) -> None:

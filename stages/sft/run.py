@@ -12,7 +12,7 @@ from rlhf_core.config.policy import LoopConfig
 from rlhf_core.data.chat import UNLIMITED, ChatTemplate
 from rlhf_core.data.tables import read_demonstrations
 from rlhf_core.errors import ConfigError
-from rlhf_core.interfaces import Metrics, ModelSpec
+from rlhf_core.interfaces import Metrics
 from rlhf_core.models.architecture import check_longest, read_config
 from rlhf_core.models.batches import check_packing
 from rlhf_core.stage.context import StageContext
@@ -42,13 +42,11 @@ def run(config: SFTConfig, *, policy: PolicyRef, demonstrations: DemonstrationsR
     if config.window_overlap:
         given = f"of at most {config.max_length} tokens from {documents['train']:,} documents"
         logger.info("%s: %s windows %s", context.label, f"{len(splits['train']):,}", given)
-    context.tracker.dataset("demonstrations", demonstrations.digest, "training")
-    context.tracker.input_model(policy.digest)
     context.tracker.table("preview", ["what is trained on"], [[chat.preview(sample)] for sample in splits["train"][:8]])
 
     objective = SftObjective(pack_to=config.max_length if config.packing else None, dft=config.loss == "dft")
     exports = open_exports(config.exported_steps, config.loop, len(splits["train"]), context)
-    model = ModelSpec(path=str(context.path(policy)), head="lm", lora=config.lora, seed=context.seed)
+    model = context.model(policy, lora=config.lora)
     with context.runtime.trainer("policy", model, config.optimizer) as trainer:
         result = fit(trainer, splits, objective, config.optimizer, config.loop, context, exports=exports)
         trainer.export(context.out)

@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeAlias
 
 from rlhf_core.config.rewards import ChatServer
 from rlhf_core.data.chat import UNLIMITED, ChatTemplate
-from rlhf_core.data.mixing import held_out
+from rlhf_core.data.mixing import split_by_prompt
 from rlhf_core.data.shards import write_generations, write_index
 from rlhf_core.data.tables import (
     Demonstration,
@@ -93,7 +93,6 @@ def run(
     rows = rows[: config.max_prompts] if config.max_prompts else rows
     if not rows:
         raise DataError(f"{context.label}.prompts", 0, "there are no prompts to ask about", "prepare more prompts")
-    context.tracker.dataset("prompts", prompts.digest, "training")
     journal = Journal(context.work / "replies.jsonl")
     if policy is None and config.uses_policy:
         rule = "there is neither a policy nor a server to ask, or generations have no tokenizer"
@@ -171,7 +170,6 @@ def ask_policy(
     missing = [shard for shard in shards if not journal.replies.keys() >= {*conversations(config, shard)}]
     if not missing:
         return
-    context.tracker.input_model(policy.digest)
     chat = ChatTemplate.load(context.path(policy))
     with ExitStack() as leases:
         sampler = leases.enter_context(context.runtime.sampler(context.path(policy)))
@@ -346,9 +344,8 @@ def write(config: SynthesizeConfig, kept: Sequence[Kept], metrics: Metrics, cont
         ]
         write_prompts(context.out, made)
         return context.commit(PromptsRef, metrics=metrics)
-    evaluation = held_out((one.prompt.id for one in kept), fraction=config.eval_fraction, seed=context.seed)
-    for split in ("train", "eval"):
-        rows = [one for one in kept if (one.prompt.id in evaluation) == (split == "eval")]
+    splits = split_by_prompt(kept, lambda one: one.prompt.id, fraction=config.eval_fraction, seed=context.seed)
+    for split, rows in splits.items():
         metrics[split] = float(len(rows))
         if config.make == "pairs":
             write_preferences(context.out / f"{split}.parquet", [preference(one) for one in rows])

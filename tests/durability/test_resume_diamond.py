@@ -18,7 +18,6 @@ from rlhf_core.config.policy import LoopConfig
 from rlhf_core.config.rewards import FunctionReward, RewardsConfig
 from rlhf_core.runtime.local_runtime import LocalRuntime
 from rlhf_core.schema.base import Config
-from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import ArtifactRef, PolicyRef
 from stages.dpo import DPOConfig
 from stages.ppo import PPOConfig
@@ -27,7 +26,7 @@ from stages.sft import SFTConfig
 from tests.support.policies import RUNTIME, SHAPE
 from tests.support.tolerances import assert_same_updates, near, of_training
 from tests.support.training import demonstrations, killed_and_resumed, preferences, prompts, untimed
-from tests.support.workshop import Workshop
+from tests.support.workshop import Workshop, workshop
 
 RATE = OptimizerConfig(learning_rate=2e-4)
 LOOP = LoopConfig(batch_size=6, epochs=1, eval_every=3, checkpoint_every=2)
@@ -105,7 +104,7 @@ def test_a_run_resumed_with_other_micro_batches_is_the_straight_one_but_for_roun
 
 
 def _shop(stage: str, policy: Path, root: Path) -> tuple[Workshop, dict[str, Any]]:
-    shop = Workshop(ArtifactStore(root / "store"))
+    shop = workshop(root)
     base = shop.store.external(PolicyRef, policy)
     inputs: dict[str, Callable[[], dict[str, Any]]] = {
         "sft": lambda: {"demonstrations": demonstrations(shop.store, root, count=30)},

@@ -31,7 +31,8 @@ from rlhf_core.monitoring.bands import History
 from rlhf_core.rewards.scoring import Scorer
 from rlhf_core.rollouts import answers
 from rlhf_core.rollouts.answers import AheadSampler, OnPolicySampler
-from rlhf_core.rollouts.guard import Best, RunGuard, Watch
+from rlhf_core.rollouts.best_checkpoint import BestCheckpoint
+from rlhf_core.rollouts.monitors import Monitors
 from rlhf_core.rollouts.prompts import BandOrder
 from rlhf_core.schema.base import Config
 from rlhf_core.stage.checkpoints import Checkpoints
@@ -202,8 +203,7 @@ ROWS = {
         "ppo",
         ppo(evaluate=EVALUATE, monitors=[LENGTH | {"action": "rollback", "max_rollbacks": 1}]),
         {
-            "guard": unread("state.guard", RunGuard),
-            "alarms": unread("state.guard.watch", Watch),
+            "monitors": unread("state.guard.watch", Monitors),
             "rollbacks": at_the_start("state.guard.watch.rollbacks", {"band": 0}),
             "rates": at_the_start("state.guard.rates", {"learning_rate": 1.0, "kl_coef": 1.0}),
             "events": at_the_start("state.guard.events", []),
@@ -218,7 +218,7 @@ ROWS = {
             monitors=[LENGTH | {"window": 2}, LENGTH | {"name": "twice", "for_steps": 2}],
         ),
         {
-            "best evaluation": replace(at_the_start("state.guard.best", Best().state()), owner=Best),
+            "best evaluation": unread("state.guard.best", BestCheckpoint),
             "history": unread("state.guard.watch.history", History),
             "streaks": at_the_start("state.guard.watch.streaks", {"band": 0, "twice": 0}),
         },
@@ -412,7 +412,6 @@ NO_PART = {
 }
 """Entry of an attempt, or field of an episode in it, and why no row resumes without it."""
 NO_OWNER = {
-    "Pause": "waits for a person; tests/rlhf_core/rollouts/test_pause.py",
     "TorchEngine": "the part of LocalTrainer that holds the model",
     "DeepSpeedEngine": "the same with ZeRO; tests/rlhf_core/training/engines/test_deepspeed_engine.py",
     "RayTrainer": "LocalTrainer in other processes; tests/stages/test_invariants_engines.py",

@@ -17,12 +17,11 @@ from rlhf_core.config.runtime import RuntimeConfig
 from rlhf_core.data.tables import read_demonstrations
 from rlhf_core.stage.code import module_digests
 from rlhf_core.stage.key import StageSpec, key_payload
-from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.fingerprint import canonical_json, sha256_text
 from rlhf_core.types import ArtifactRef, DemonstrationsRef
 from stages.table import STAGES
 from tests.support.training import demonstrations
-from tests.support.workshop import Workshop
+from tests.support.workshop import workshop
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "add_a_stage.md").read_text()
@@ -70,7 +69,7 @@ def test_the_two_files_are_all_that_a_profile_needs(folder, tmp_path):
 
 
 def test_the_stage_of_the_page_runs(declared, tmp_path):
-    shop = Workshop(ArtifactStore(tmp_path / "store"))
+    shop = workshop(tmp_path)
     given = demonstrations(shop.store, tmp_path)
     rows = read_demonstrations(shop.store.path(given) / "train.parquet")
     longest = sorted(len(one.messages[-1].content) for one in rows)[len(rows) // 2]

@@ -10,11 +10,10 @@ from pydantic import ValidationError
 from rlhf_core.data.shards import write_rollouts
 from rlhf_core.data.tables import read_demonstrations, read_prompts, write_prompts
 from rlhf_core.errors import DataError
-from rlhf_core.store.artifacts import ArtifactStore
-from rlhf_core.types import ActionSpan, Message, Prompt, PromptsRef, Rollout, RolloutsRef
+from rlhf_core.types import Message, Prompt, PromptsRef, Rollout, RolloutsRef
 from stages.condition import ConditionConfig
-from stages.condition.run import decorated, demonstrations, reward_levels
-from tests.support.workshop import Workshop, rollout
+from stages.condition.run import asking, reward_levels
+from tests.support.workshop import Workshop, rollout, workshop
 
 ROLLOUTS = [
     rollout("p", "worst", -1.0),
@@ -27,7 +26,7 @@ CONFIG = ConditionConfig(levels=2, eval_fraction=0.0)
 
 
 def shop_and_rollouts(root: Path, rollouts: list[Rollout]) -> tuple[Workshop, RolloutsRef]:
-    shop = Workshop(ArtifactStore(root / "store"))
+    shop = workshop(root)
     write_rollouts(root / "rollouts", 0, rollouts)
     return shop, shop.store.external(RolloutsRef, root / "rollouts")
 
@@ -75,13 +74,6 @@ def test_rollouts_without_a_reward_have_no_level_and_are_counted(tmp_path):
     assert (shop.metrics(decision)["invalid"], shop.metrics(decision)["truncated"]) == (2, 1)
 
 
-def test_an_episode_is_not_imitated():
-    one = rollout("p", "won", 1.0, tokens=3)
-    played = replace(one, completion=replace(one.completion, spans=(ActionSpan(0, 2, 0),)))
-    with pytest.raises(DataError, match="1 of its 3 tokens come from an environment"):
-        demonstrations([played], [1], template="{prompt} {level}")
-
-
 def test_no_prompt_is_in_both_splits(tmp_path):
     shop, ref = shop_and_rollouts(tmp_path, ROLLOUTS)
     made, _ = shop.run("condition", ConditionConfig(levels=2, eval_fraction=0.5), {"rollouts": ref})
@@ -104,8 +96,8 @@ def test_prompts_ask_for_the_best_level_that_was_reached_and_keep_id_and_label(t
 
 
 def test_a_prompt_of_braces_stays_as_it_is():
-    messages = (Message("user", "{x} {prompt}"),)
-    assert decorated(messages, 3, template="{prompt}/{level}")[0].content == "{x} {prompt}/3"
+    prompt = Prompt("p", (Message("user", "{x} {prompt}"),), "", "test")
+    assert asking(prompt, 3, template="{prompt}/{level}").messages[0].content == "{x} {prompt}/3"
 
 
 def test_rewards_of_one_level_are_refused(tmp_path):

@@ -13,14 +13,13 @@ from rlhf_core.config.policy import LoopConfig
 from rlhf_core.data.chat import CHATML_LIKE
 from rlhf_core.errors import ConfigError
 from rlhf_core.models.initialize import initialize_llama, train_tokenizer
-from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.training.objectives.distillation import RoutedSample, RoutedTeachers
 from rlhf_core.types import PolicyRef, TokenSample, TopLogprobs
 from stages.distill import DistillConfig, DivergenceConfig
 from stages.sft import SFTConfig
 from tests.support.policies import SHAPE
 from tests.support.training import demonstrations, killed_and_resumed, prompts, stopped_and_resumed
-from tests.support.workshop import Workshop
+from tests.support.workshop import Workshop, workshop
 
 FAST = OptimizerConfig(learning_rate=2e-2)
 CONFIG = DistillConfig(
@@ -44,7 +43,7 @@ ON_POLICY = CONFIG.model_copy(
 def teacher(tmp_path_factory, policy: Path) -> Path:
     """The policy after three epochs of imitation."""
     root = tmp_path_factory.mktemp("teacher")
-    shop = Workshop(ArtifactStore(root / "store"))
+    shop = workshop(root)
     inputs = {
         "policy": shop.store.external(PolicyRef, policy),
         "demonstrations": demonstrations(shop.store, root),
@@ -54,7 +53,7 @@ def teacher(tmp_path_factory, policy: Path) -> Path:
 
 
 def shop_and_inputs(root: Path, policy: Path, teacher: Path, config: DistillConfig) -> tuple[Workshop, dict[str, Any]]:
-    shop = Workshop(ArtifactStore(root / "store"))
+    shop = workshop(root)
     inputs: dict[str, Any] = {
         "policy": shop.store.external(PolicyRef, policy),
         "teacher": shop.store.external(PolicyRef, teacher),
@@ -123,7 +122,7 @@ def other(tmp_path_factory) -> Path:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = CHATML_LIKE
     tokenizer.save_pretrained(folder)
-    shop = Workshop(ArtifactStore(root / "store"))
+    shop = workshop(root)
     inputs = {"policy": shop.store.external(PolicyRef, folder), "demonstrations": demonstrations(shop.store, root)}
     ref, _ = shop.run("sft", SFTConfig(max_length=48, loop=LoopConfig(batch_size=4, epochs=3), optimizer=FAST), inputs)
     return shop.store.path(ref)

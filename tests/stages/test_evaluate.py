@@ -20,7 +20,7 @@ from stages.evaluate import EvaluateConfig
 from tests.support.policies import SHAPE, make_policy
 from tests.support.tolerances import near, of_model
 from tests.support.training import demonstrations
-from tests.support.workshop import Workshop
+from tests.support.workshop import Workshop, workshop
 
 GOLD = """
 import time
@@ -56,7 +56,7 @@ def answers(
 
 @pytest.fixture
 def shop(tmp_path) -> Workshop:
-    return Workshop(ArtifactStore(tmp_path / "store"))
+    return workshop(tmp_path)
 
 
 @pytest.fixture
@@ -128,9 +128,9 @@ def test_the_artifact_holds_page_figures_and_the_tracker_has_the_same(shop, gold
     assert (tuple(kept["columns"]), [tuple(row) for row in kept["data"]]) == (columns, rows)
     assert rows[:3] == [("p1", "base", "x", 1.0, ""), ("p1", "sft", "xx", 2.0, ""), ("p1", "ppo", "xxxx", 4.0, "")]
     assert [name for name, _, context in shop.tracker.datasets if context == "evaluation"] == [
-        "answers-base",
-        "answers-sft",
-        "answers-ppo",
+        "generations/base",
+        "generations/ppo",
+        "generations/sft",
     ]
 
 

@@ -22,7 +22,7 @@ from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import PolicyRef, RewardModelRef
 from stages.import_reward_model import ImportRewardModelConfig, content_digests
 from stages.table import STAGES
-from tests.support.workshop import Workshop, quiet
+from tests.support.workshop import Workshop, quiet, workshop
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +199,7 @@ def test_a_folder_that_is_none_of_ours_is_refused_with_what_to_do(outside, case)
 
 @pytest.mark.parametrize("changed", ["model.safetensors", "config.json", "added.json"])
 def test_files_that_changed_between_the_plan_and_the_copy_are_refused(tmp_path, policy, outside, changed):
-    store, shop = ArtifactStore(tmp_path / "store"), Workshop(ArtifactStore(tmp_path / "store"))
+    store, shop = ArtifactStore(tmp_path / "store"), workshop(tmp_path)
     config = ImportRewardModelConfig(path=str(outside))
     inputs = {"policy": store.external(PolicyRef, policy)}
     files = {"files": content_digests(config)}
@@ -254,7 +254,7 @@ def test_one_without_roles_gets_the_template_of_the_policy(tmp_path, policy, out
     )
     (outside / "chat_template.jinja").unlink(missing_ok=True)
     shop, config = (
-        Workshop(ArtifactStore(tmp_path / "store")),
+        workshop(tmp_path),
         ImportRewardModelConfig(path=str(outside), template="policy"),
     )
     inputs = {"policy": shop.store.external(PolicyRef, policy)}

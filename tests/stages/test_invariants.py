@@ -12,14 +12,13 @@ from rlhf_core.config.engines import OptimizerConfig, SamplingConfig
 from rlhf_core.config.policy import LoopConfig
 from rlhf_core.interfaces import ModelSpec, Sampler, Trainer, logprob_rows
 from rlhf_core.rewards.model import Contract, score_with_reward_model
-from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import Completion, Generation, Message, PolicyRef, Prompt, SamplingRequest, TokenSample
 from stages.ppo import PPOConfig
 from stages.reward_model import RewardModelConfig
 from tests.support.policies import SHAPE
 from tests.support.tolerances import near, of_model
 from tests.support.training import preferences, prompts, untimed
-from tests.support.workshop import Workshop
+from tests.support.workshop import workshop
 
 FAST = OptimizerConfig(learning_rate=3e-3, schedule="constant")
 SYNCS = 4
@@ -27,7 +26,7 @@ SYNCS = 4
 
 @contextmanager
 def engines(folder: Path, tmp_path: Path) -> Iterator[tuple[Trainer, Sampler]]:
-    shop = Workshop(ArtifactStore(tmp_path / "store"))
+    shop = workshop(tmp_path)
     spec = ModelSpec(path=str(folder), head="lm", lora=None, seed=1)
     with shop.runtime.trainer("policy", spec, FAST) as trainer, shop.runtime.sampler(folder) as sampler:
         yield trainer, sampler
@@ -93,7 +92,7 @@ def test_twin_runs_have_identical_curves(tmp_path, policy):
     )
     curves = []
     for name in ("one", "other"):
-        shop = Workshop(ArtifactStore(tmp_path / name / "store"))
+        shop = workshop(tmp_path / name)
         base = shop.store.external(PolicyRef, policy)
         data = prompts(shop.store, tmp_path / name)
         inputs = {"policy": base, "reference": base, "prompts": data, "reward_models": {}}
@@ -108,7 +107,7 @@ def test_a_reward_model_scores_alike_in_training_in_transformers_and_as_a_reward
 
     from rlhf_core.data.chat import ChatTemplate
 
-    shop = Workshop(ArtifactStore(tmp_path / "store"))
+    shop = workshop(tmp_path)
     inputs = {"policy": shop.store.external(PolicyRef, policy), "preferences": preferences(shop.store, tmp_path)}
     config = RewardModelConfig(max_length=48, loop=LoopConfig(batch_size=4, epochs=1), optimizer=FAST)
     ref, _ = shop.run("reward_model", config, inputs)

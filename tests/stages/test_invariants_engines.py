@@ -21,14 +21,13 @@ from rlhf_core.models.lora import weights_digest
 from rlhf_core.runtime.ray_runtime import RayRuntime
 from rlhf_core.runtime.weight_sync import StoredWeights
 from rlhf_core.runtime.weights import pack, unpack
-from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.training.objectives.base import SftObjective
 from rlhf_core.types import PolicyRef, SamplingRequest, TokenSample
 from stages.ppo import PPOConfig
 from tests.support.policies import TWO_RANKS, make_mixture_of_experts
 from tests.support.sharing import SharedRay
 from tests.support.training import prompts, series, shop_and_inputs, stopped_and_resumed, untimed
-from tests.support.workshop import Workshop
+from tests.support.workshop import workshop
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -170,7 +169,7 @@ def test_twin_runs_have_identical_curves(runtime, tmp_path, policy):
     )
     curves = []
     for name in ("one", "other"):
-        shop = Workshop(ArtifactStore(tmp_path / name / "store"), runtime)
+        shop = workshop(tmp_path / name, runtime=runtime)
         base = shop.store.external(PolicyRef, policy)
         data = prompts(shop.store, tmp_path / name)
         shop.run("ppo", settings, {"policy": base, "reference": base, "prompts": data, "reward_models": {}})

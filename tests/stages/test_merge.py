@@ -11,12 +11,11 @@ from safetensors.torch import load_file, save_file
 
 from rlhf_core.errors import ConfigError
 from rlhf_core.models.initialize import initialize_llama
-from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.layout import MANIFEST
 from rlhf_core.types import PolicyRef
 from stages.merge import MergeConfig
 from tests.support.policies import SHAPE, make_policy
-from tests.support.workshop import Workshop
+from tests.support.workshop import workshop
 
 
 def moved(policy: Path, folder: Path, by: float, *, files: int = 1) -> Path:
@@ -37,7 +36,7 @@ def moved(policy: Path, folder: Path, by: float, *, files: int = 1) -> Path:
 
 
 def merged(root: Path, config: MergeConfig, folders: dict[str, Path]) -> Path:
-    shop = Workshop(ArtifactStore(root / "store"))
+    shop = workshop(root)
     refs = {name: shop.store.external(PolicyRef, folder) for name, folder in folders.items()}
     inputs: dict[str, Any] = {"policies": {name: refs[name] for name in config.weights}}
     if config.uses_base:

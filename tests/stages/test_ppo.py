@@ -31,7 +31,8 @@ from rlhf_core.sequences import Sequences
 from rlhf_core.training.objectives.base import PolicyObjective
 from rlhf_core.types import Completion, Generation, Message, PolicyRef, Prompt, PromptsRef, RewardModelRef, Rollout
 from stages.ppo import PPOConfig
-from stages.ppo.run import Models, update
+from stages.ppo.models import Models
+from stages.ppo.run import update
 from tests.support.policies import RUNTIME, SHAPE, make_policy, make_reward_model
 from tests.support.training import (
     demonstrations,

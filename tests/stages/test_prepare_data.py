@@ -24,7 +24,7 @@ from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import Message, PreparedDataRef, Prompt, PromptsRef, StepsRef
 from stages.prepare_data import PrepareDataConfig, content_digests
 from tests.support.policies import make_policy
-from tests.support.workshop import Workshop
+from tests.support.workshop import Workshop, workshop
 
 SHAPE = InitModel(vocab_size=400, hidden_size=32, layers=1, heads=2, kv_heads=2, intermediate_size=64)
 SMALL = SupportWorld(
@@ -34,7 +34,7 @@ SMALL = SupportWorld(
 
 @pytest.fixture
 def shop(tmp_path) -> Workshop:
-    return Workshop(ArtifactStore(tmp_path / "store"))
+    return workshop(tmp_path)
 
 
 def prepare(shop: Workshop, config: PrepareDataConfig) -> tuple[PreparedDataRef, dict[str, float]]:

@@ -14,7 +14,6 @@ from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.shards import read_rollouts, write_generations, write_index
 from rlhf_core.data.tables import SteppedAnswer, StepSplitter
 from rlhf_core.errors import ArtifactError, DataError
-from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import (
     ArtifactRef,
     Completion,
@@ -32,7 +31,7 @@ from stages.score import ScoreConfig
 from tests.support.policies import SHAPE
 from tests.support.tolerances import near, of_model
 from tests.support.training import killed_and_resumed, prompts, question, steps
-from tests.support.workshop import Workshop
+from tests.support.workshop import Workshop, workshop
 
 CONFIG = ProcessRewardModelConfig(
     max_length=48,
@@ -46,7 +45,7 @@ ANSWERS = ("It is 4.\nIt is 4.", "It is 4.\nWhat? 4 + 30?", "What? 4 + 30?", "It
 @pytest.fixture(scope="module")
 def trained(policy: Path, tmp_path_factory) -> tuple[Workshop, ArtifactRef, dict[str, float]]:
     root = tmp_path_factory.mktemp("trained")
-    shop = Workshop(ArtifactStore(root / "store"))
+    shop = workshop(root)
     inputs = {"policy": shop.store.external(PolicyRef, policy), "steps": steps(shop.store, root)}
     ref, decision = shop.run("process_reward_model", CONFIG, inputs)
     return shop, ref, shop.metrics(decision)
@@ -163,7 +162,7 @@ def test_a_model_whose_step_scores_moved_is_refused(trained, policy, tmp_path):
 @pytest.mark.full
 def test_a_killed_run_ends_with_the_same_weights(trained, policy, tmp_path):
     whole = trained[0].store.path(trained[1]) / "model.safetensors"
-    shop = Workshop(ArtifactStore(tmp_path / "store"))
+    shop = workshop(tmp_path)
     inputs = {"policy": shop.store.external(PolicyRef, policy), "steps": steps(shop.store, tmp_path)}
     ref = killed_and_resumed(shop, "process_reward_model", CONFIG, inputs, at=13)
     assert (shop.store.path(ref) / "model.safetensors").read_bytes() == whole.read_bytes()
@@ -193,7 +192,7 @@ def test_steps_beyond_the_limit_are_cut_and_answers_without_any_are_dropped(poli
 def test_a_step_that_holds_the_separator_drops_its_answer_and_too_many_end_the_stage(policy, tmp_path):
     chat = ChatTemplate.load(policy)
     assert step_samples(chat, StepSplitter(chat, "\n"), [row("1\n2", "3", labels=(1.0, 0.0))], CONFIG) == []
-    shop = Workshop(ArtifactStore(tmp_path / "store"))
+    shop = workshop(tmp_path)
     inputs = {"policy": shop.store.external(PolicyRef, policy), "steps": steps(shop.store, tmp_path)}
     with pytest.raises(DataError, match=r"separator = 'is': none of the 36 answers can be split into its steps"):
         shop.run("process_reward_model", CONFIG.model_copy(update={"separator": "is"}), inputs)

@@ -14,13 +14,12 @@ from rlhf_core.errors import ConfigError
 from rlhf_core.interfaces import RegistryState
 from rlhf_core.stage.run import execute
 from rlhf_core.store import roots
-from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.training.exports import export_folder
 from rlhf_core.types import PolicyRef, ReportRef
 from stages.publish import PublishConfig, Threshold
 from stages.publish.run import copy_for_hub
 from tests.support.toy_stage import NoEngines, toy_spec
-from tests.support.workshop import Workshop, quiet
+from tests.support.workshop import Workshop, quiet, workshop
 
 
 def interval(mean: float, **more: Any) -> dict[str, Any]:
@@ -29,7 +28,7 @@ def interval(mean: float, **more: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def shop(tmp_path) -> Workshop:
-    return Workshop(ArtifactStore(tmp_path / "store"))
+    return workshop(tmp_path)
 
 
 @pytest.fixture

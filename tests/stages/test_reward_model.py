@@ -19,7 +19,6 @@ from rlhf_core.evaluation.reward_report import SuiteRow, read_suite
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.rewards.model import Contract, verify_contract
 from rlhf_core.runtime.local_runtime import LocalRuntime
-from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import Message, PolicyRef, TokenSample
 from stages.compare_reward_models import CompareRewardModelsConfig
 from stages.reward_model import Member, RewardModelConfig
@@ -28,7 +27,7 @@ from stages.suites import suite_digests
 from tests.support.policies import RUNTIME, SHAPE
 from tests.support.tolerances import near, of_model
 from tests.support.training import killed_and_resumed, preferences, thumbs
-from tests.support.workshop import Workshop
+from tests.support.workshop import workshop
 
 CONFIG = RewardModelConfig(
     max_length=48,
@@ -40,7 +39,7 @@ CONFIG = RewardModelConfig(
 def test_it_separates_the_pairs_and_transformers_returns_the_same_scores(tmp_path, policy):
     from transformers import AutoModelForSequenceClassification
 
-    shop = Workshop(ArtifactStore(tmp_path / "store"))
+    shop = workshop(tmp_path)
     inputs = {"policy": shop.store.external(PolicyRef, policy), "preferences": preferences(shop.store, tmp_path)}
     ref, decision = shop.run("reward_model", CONFIG, inputs)
     metrics = shop.metrics(decision)
@@ -56,7 +55,7 @@ def test_it_separates_the_pairs_and_transformers_returns_the_same_scores(tmp_pat
 
 
 def test_probes_and_calibration_are_in_the_report_and_in_the_metrics(tmp_path, policy):
-    shop = Workshop(ArtifactStore(tmp_path / "store"))
+    shop = workshop(tmp_path)
     rows = preferences(shop.store, tmp_path, 20, held_out=20, prompts=20)
     inputs = {"policy": shop.store.external(PolicyRef, policy), "preferences": rows}
     config = CONFIG.model_copy(update={"probe_answers": 5, "max_length": 256})
@@ -72,7 +71,7 @@ def test_probes_and_calibration_are_in_the_report_and_in_the_metrics(tmp_path, p
 
 
 def test_the_report_tells_the_sources_apart(tmp_path, policy):
-    shop = Workshop(ArtifactStore(tmp_path / "store"))
+    shop = workshop(tmp_path)
     rows = preferences(shop.store, tmp_path, 8, held_out=5, sources=("forum", "shop"))
     inputs = {"policy": shop.store.external(PolicyRef, policy), "preferences": rows}
     ref, _ = shop.run("reward_model", CONFIG, inputs)
@@ -83,7 +82,7 @@ def test_the_report_tells_the_sources_apart(tmp_path, policy):
 
 @pytest.mark.parametrize("held_out", [0, 1])
 def test_few_held_out_pairs_do_not_end_the_stage(tmp_path, policy, held_out):
-    shop = Workshop(ArtifactStore(tmp_path / "store"))
+    shop = workshop(tmp_path)
     rows = preferences(shop.store, tmp_path, 4, held_out=held_out)
     inputs = {"policy": shop.store.external(PolicyRef, policy), "preferences": rows}
     _, decision = shop.run("reward_model", CONFIG, inputs)
@@ -91,7 +90,7 @@ def test_few_held_out_pairs_do_not_end_the_stage(tmp_path, policy, held_out):
 
 
 def test_single_answers_are_refused_before_any_model_is_loaded(tmp_path, policy):
-    shop = Workshop(ArtifactStore(tmp_path / "store"), runtime=None)
+    shop = workshop(tmp_path, runtime=None)
     inputs = {"policy": shop.store.external(PolicyRef, policy), "preferences": thumbs(shop.store, tmp_path)}
     with pytest.raises(DataError, match=r"reward_model\.preferences = 0.*the data has 6 single labeled answers.*'kto'"):
         shop.run("reward_model", CONFIG, inputs)
@@ -102,7 +101,7 @@ def test_single_answers_are_refused_before_any_model_is_loaded(tmp_path, policy)
 def test_a_killed_run_ends_with_the_same_weights(tmp_path, policy, lora):
     weights, config = [], CONFIG.model_copy(update={"lora": lora})
     for name in ("whole", "killed"):
-        shop = Workshop(ArtifactStore(tmp_path / name / "store"))
+        shop = workshop(tmp_path / name)
         inputs = {
             "policy": shop.store.external(PolicyRef, policy),
             "preferences": preferences(shop.store, tmp_path / name),
@@ -115,7 +114,7 @@ def test_a_killed_run_ends_with_the_same_weights(tmp_path, policy, lora):
 
 def test_merged_adapters_give_the_scores_of_the_contract_in_bfloat16_too(tmp_path, policy):
     runtime = RUNTIME.model_copy(update={"trainer": TrainerConfig(engine="torch", dtype="bfloat16")})
-    shop = Workshop(ArtifactStore(tmp_path / "store"), runtime=LocalRuntime(runtime))
+    shop = workshop(tmp_path, runtime=LocalRuntime(runtime))
     inputs = {"policy": shop.store.external(PolicyRef, policy), "preferences": preferences(shop.store, tmp_path)}
     ref, _ = shop.run("reward_model", CONFIG.model_copy(update={"lora": LoraConfig(rank=4)}), inputs)
     folder = shop.store.path(ref)
@@ -139,7 +138,7 @@ def test_suites_are_scored_by_subset_and_their_content_is_in_the_key(tmp_path, p
     path.write_text(json.dumps(row) + "\n")
     config = CONFIG.model_copy(update={"suites": {"rb": Suite(path=str(path))}})
     planned = suite_digests(config)
-    shop = Workshop(ArtifactStore(tmp_path / "store"))
+    shop = workshop(tmp_path)
     inputs = {"policy": shop.store.external(PolicyRef, policy), "preferences": preferences(shop.store, tmp_path, 4)}
     ref, decision = shop.run("reward_model", config, inputs, files=planned)
     report = json.loads((shop.store.path(ref) / "suites.json").read_text())
@@ -166,7 +165,7 @@ def test_a_suite_that_changes_while_it_is_read_is_refused(tmp_path, policy, monk
         path.write_text(planned_text)
         return rows
 
-    shop = Workshop(ArtifactStore(tmp_path / "store"))
+    shop = workshop(tmp_path)
     inputs = {"policy": shop.store.external(PolicyRef, policy), "preferences": preferences(shop.store, tmp_path, 4)}
     for stage in (stages.reward_model.run, stages.compare_reward_models.run):
         monkeypatch.setattr(stage, "read_suite", other_rows)

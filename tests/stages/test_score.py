@@ -29,7 +29,7 @@ from stages.score import ScoreConfig
 from stages.score.run import reward_metrics
 from tests.support.policies import SHAPE, make_policy
 from tests.support.tolerances import near, of_model
-from tests.support.workshop import Workshop, generation, rollout
+from tests.support.workshop import Workshop, generation, rollout, workshop
 
 COUNTING = """
 from pathlib import Path
@@ -60,7 +60,7 @@ def config_in(folder: Path, *, normalize: str = "none") -> ScoreConfig:
 
 
 def test_every_generation_gets_its_reward(tmp_path):
-    shop = Workshop(ArtifactStore(tmp_path / "store"))
+    shop = workshop(tmp_path)
     (tmp_path / "mended").touch()
     inputs = {"generations": generations_in(shop.store, tmp_path / "generations"), "reward_models": {}}
     ref, decision = shop.run("score", config_in(tmp_path), inputs)
@@ -79,7 +79,7 @@ def test_every_generation_gets_its_reward(tmp_path):
 
 
 def test_the_record_names_what_the_function_read_and_the_key_does_not_see(tmp_path):
-    shop = Workshop(ArtifactStore(tmp_path / "store"))
+    shop = workshop(tmp_path)
     inputs = {"generations": generations_in(shop.store, tmp_path / "generations"), "reward_models": {}}
     file, data = tmp_path / "reward.py", tmp_path / "data.txt"
     data.write_text("2")
@@ -97,7 +97,7 @@ def test_the_record_names_what_the_function_read_and_the_key_does_not_see(tmp_pa
 @pytest.mark.parametrize("normalize", ["none", "running"])
 def test_a_failed_run_goes_on_after_its_last_shard(tmp_path, monkeypatch, normalize):
     monkeypatch.setattr(stages.score.run, "SHARD_ROWS", 2)
-    shop = Workshop(ArtifactStore(tmp_path / "store"))
+    shop = workshop(tmp_path)
     config = config_in(tmp_path, normalize=normalize)
     inputs = {"generations": generations_in(shop.store, tmp_path / "generations"), "reward_models": {}}
     with pytest.raises(RewardError, match=r"(?s)rewards\.length = 'prompts p2 to p3'.*p3 is too hard"):
@@ -114,7 +114,7 @@ def test_a_failed_run_goes_on_after_its_last_shard(tmp_path, monkeypatch, normal
 
 
 def test_a_reward_model_that_was_not_given_is_refused_before_anything_is_read(tmp_path):
-    shop = Workshop(ArtifactStore(tmp_path / "store"))
+    shop = workshop(tmp_path)
     inputs = {"generations": generations_in(shop.store, tmp_path / "generations"), "reward_models": {}}
     with pytest.raises(ConfigError, match=r"rewards\.terms\.reward_model\.model"):
         shop.run("score", ScoreConfig(), inputs)
@@ -164,7 +164,7 @@ def answers_in(shop: Workshop, folder: Path, policy: Path) -> tuple[GenerationsR
 
 
 def test_a_reward_model_scores_the_tokens_as_sampled(tmp_path):
-    shop = Workshop(ArtifactStore(tmp_path / "store"))
+    shop = workshop(tmp_path)
     reward_model = reward_model_in(shop, tmp_path)
     generations, made = answers_in(shop, tmp_path / "answers", tmp_path / "policy")
     inputs = {"generations": generations, "reward_models": {"reward_model": reward_model}}
@@ -178,7 +178,7 @@ def test_a_reward_model_scores_the_tokens_as_sampled(tmp_path):
 
 
 def test_a_reward_model_that_does_not_keep_its_contract_is_refused(tmp_path):
-    shop = Workshop(ArtifactStore(tmp_path / "store"))
+    shop = workshop(tmp_path)
     reward_model = reward_model_in(shop, tmp_path, moved=0.01)
     generations, _ = answers_in(shop, tmp_path / "answers", tmp_path / "policy")
     inputs = {"generations": generations, "reward_models": {"reward_model": reward_model}}
@@ -187,7 +187,7 @@ def test_a_reward_model_that_does_not_keep_its_contract_is_refused(tmp_path):
 
 
 def test_an_ensemble_of_reward_models_scores_as_its_members_do(tmp_path):
-    shop = Workshop(ArtifactStore(tmp_path / "store"))
+    shop = workshop(tmp_path)
     models = {name: reward_model_in(shop, tmp_path / name, seed=seed) for name, seed in (("one", 3), ("two", 4))}
     generations, _ = answers_in(shop, tmp_path / "answers", tmp_path / "one" / "policy")
     inputs = {"generations": generations, "reward_models": models}
@@ -204,7 +204,7 @@ def test_an_ensemble_of_reward_models_scores_as_its_members_do(tmp_path):
 
 def test_a_policy_that_judges_is_asked_with_its_own_template(tmp_path):
     """The reward is softmax(log p of the replies), whose tokens and end are scored after the question, by a plain forward pass."""
-    shop = Workshop(ArtifactStore(tmp_path / "store"))
+    shop = workshop(tmp_path)
     folder = make_policy(tmp_path / "judge")
     judge = shop.store.external(PolicyRef, folder)
     generations, made = answers_in(shop, tmp_path / "answers", folder)
@@ -250,7 +250,7 @@ def reward(prompts, completions, labels, **columns):
 
 
 def test_a_reward_that_fails_for_one_answer_costs_only_that_one(tmp_path):
-    shop = Workshop(ArtifactStore(tmp_path / "store"))
+    shop = workshop(tmp_path)
     file = tmp_path / "logging_reward.py"
     file.write_text(LOGGING)
     spec = FunctionReward(function=f"{file}:reward", on_failure="invalid")
@@ -272,7 +272,7 @@ def test_a_reward_that_fails_for_one_answer_costs_only_that_one(tmp_path):
 
 def test_a_shard_without_any_reward_does_not_end_the_stage(tmp_path, monkeypatch):
     monkeypatch.setattr(stages.score.run, "SHARD_ROWS", 1)
-    shop = Workshop(ArtifactStore(tmp_path / "store"))
+    shop = workshop(tmp_path)
     file = tmp_path / "logging_reward.py"
     file.write_text(LOGGING)
     spec = FunctionReward(function=f"{file}:reward", on_failure="invalid", retries=0)
@@ -282,7 +282,7 @@ def test_a_shard_without_any_reward_does_not_end_the_stage(tmp_path, monkeypatch
 
 
 def test_a_run_without_any_reward_is_refused_and_its_next_attempt_scores_again(tmp_path):
-    shop = Workshop(ArtifactStore(tmp_path / "store"))
+    shop = workshop(tmp_path)
     file = tmp_path / "down.py"
     mended = tmp_path / "mended"
     file.write_text(
@@ -302,7 +302,7 @@ def test_a_run_without_any_reward_is_refused_and_its_next_attempt_scores_again(t
 
 
 def test_stored_rollouts_are_scored_again_by_another_reward_without_generating(tmp_path):
-    shop = Workshop(ArtifactStore(tmp_path / "store"))
+    shop = workshop(tmp_path)
     (tmp_path / "mended").touch()
     inputs = {"generations": generations_in(shop.store, tmp_path / "generations"), "reward_models": {}}
     first, _ = shop.run("score", config_in(tmp_path), inputs)
@@ -355,7 +355,7 @@ def reward(prompts, completions, labels, **columns):
 
 
 def test_answers_that_were_late_are_asked_again_with_another_deadline(tmp_path):
-    shop = Workshop(ArtifactStore(tmp_path / "store"))
+    shop = workshop(tmp_path)
     file = tmp_path / "slow.py"
     file.write_text(SLOW)
     inputs = {"generations": generations_in(shop.store, tmp_path / "generations"), "reward_models": {}}
@@ -401,7 +401,7 @@ def test_a_reward_whose_code_changes_while_it_runs_ends_the_stage_at_the_next_lo
     (tmp_path / "helping.py").write_text("VALUE = 1.0\n")
     file = tmp_path / "edited.py"
     file.write_text(EDITS_ITSELF)
-    shop = Workshop(ArtifactStore(tmp_path / "store"))
+    shop = workshop(tmp_path)
     inputs = {"generations": generations_in(shop.store, tmp_path / "generations"), "reward_models": {}}
     spec = FunctionReward(function=f"{file}:reward", retries=1, on_failure="invalid")
     config = ScoreConfig(rewards=RewardsConfig(terms={"mine": spec}))

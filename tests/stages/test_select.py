@@ -17,8 +17,8 @@ from rlhf_core.errors import DataError
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import ActionSpan, Message, Rollout, RolloutsRef
 from stages.select import BestOfN, Pairs, PromptsInBand, SelectConfig, Threshold, TopK
-from stages.select.run import best, by_prompt, demonstrations, make_pairs, pair_metrics, preference, split_by_prompt
-from tests.support.workshop import Workshop, rollout
+from stages.select.run import best, by_prompt, demonstrations, make_pairs, pair_metrics, preference, splits
+from tests.support.workshop import Workshop, rollout, workshop
 
 GROUP = [rollout("p", "a", 1.0), rollout("p", "b", 3.0), rollout("p", "b", 3.0), rollout("p", "c", 2.0)]
 
@@ -171,22 +171,15 @@ def test_random_pairs_depend_on_the_seed_and_the_prompt_alone(rule):
 
 def test_no_prompt_is_in_both_splits():
     rows = [f"p{number}" for number in range(40) for _ in range(3)]
-    split = split_by_prompt(rows, str, BestOfN(eval_fraction=0.1), seed=3)
-    assert len(set(split["eval"])) == 4
-    assert len(split["train"]) == 36 * 3
+    split = splits(rows, str, BestOfN(eval_fraction=0.1), seed=3)
+    assert (len(set(split["eval"])), len(split["train"])) == (4, 36 * 3)
     assert not set(split["train"]) & set(split["eval"])
-    assert split_by_prompt(rows[::-1], str, BestOfN(eval_fraction=0.1), seed=3)["eval"] == split["eval"][::-1]
-
-
-@pytest.mark.parametrize(("prompts", "fraction", "held_out"), [(40, 0.0, 0), (5, 0.05, 1), (1, 0.5, 0)])
-def test_the_eval_split_has_at_least_one_prompt_when_it_can(prompts, fraction, held_out):
-    rows = [f"p{number}" for number in range(prompts)]
-    assert len(split_by_prompt(rows, str, BestOfN(eval_fraction=fraction), seed=3)["eval"]) == held_out
+    assert splits(rows[::-1], str, BestOfN(eval_fraction=0.1), seed=3)["eval"] == split["eval"][::-1]
 
 
 def test_a_selection_that_keeps_nothing_is_an_error_with_a_remedy():
     with pytest.raises(DataError, match="lower minimum or margin_threshold"):
-        split_by_prompt([], str, Threshold(minimum=99.0), seed=0)
+        splits([], str, Threshold(minimum=99.0), seed=0)
 
 
 def test_the_configuration_is_chosen_by_type():
@@ -201,7 +194,7 @@ def rollouts_in(store: ArtifactStore, folder: Path) -> RolloutsRef:
 
 
 def test_the_stage_makes_demonstrations_and_is_done_once(tmp_path):
-    shop = Workshop(ArtifactStore(tmp_path / "store"))
+    shop = workshop(tmp_path)
     inputs = {"rollouts": rollouts_in(shop.store, tmp_path / "rollouts")}
     ref, decision = shop.run("select", BestOfN(eval_fraction=0.2), inputs)
     train = read_demonstrations(shop.store.path(ref) / "train.parquet")
@@ -217,7 +210,7 @@ def test_the_stage_makes_demonstrations_and_is_done_once(tmp_path):
 
 
 def test_the_stage_makes_preferences(tmp_path):
-    shop = Workshop(ArtifactStore(tmp_path / "store"))
+    shop = workshop(tmp_path)
     inputs = {"rollouts": rollouts_in(shop.store, tmp_path / "rollouts")}
     ref, decision = shop.run("select", Pairs(eval_fraction=0.1), inputs)
     rows = read_preferences(shop.store.path(ref) / "train.parquet")
@@ -258,7 +251,7 @@ GRADED = [
 def selected(
     root: Path, config: PromptsInBand, rows: list[Rollout]
 ) -> tuple[list[str], dict[str, Any], dict[str, float]]:
-    shop = Workshop(ArtifactStore(root / "store"))
+    shop = workshop(root)
     (root / "rollouts").mkdir(parents=True)
     write_rollouts(root / "rollouts", 0, rows)
     ref, decision = shop.run("select", config, {"rollouts": shop.store.external(RolloutsRef, root / "rollouts")})

@@ -1,5 +1,8 @@
 """SFT learns, reports its losses, and a killed run ends with the same bytes."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -8,13 +11,12 @@ from rlhf_core.config.engines import OptimizerConfig
 from rlhf_core.config.policy import LoopConfig
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.errors import ConfigError
-from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import Message, PolicyRef, TokenSample
 from stages.checkpoint import CheckpointConfig
 from stages.sft import SFTConfig
 from stages.sft.run import dropped_answers, windows
 from tests.support.training import demonstrations, killed_and_resumed, stopped_and_resumed
-from tests.support.workshop import Workshop
+from tests.support.workshop import Workshop, workshop
 
 CONFIG = SFTConfig(
     max_length=48,
@@ -23,17 +25,21 @@ CONFIG = SFTConfig(
 )
 
 
-def test_the_evaluation_loss_falls_and_the_policy_changes(tmp_path, policy):
-    shop = Workshop(ArtifactStore(tmp_path / "store"))
+def shop_and_inputs(root: Path, policy: Path) -> tuple[Workshop, dict[str, Any]]:
+    shop = workshop(root)
     base = shop.store.external(PolicyRef, policy)
-    inputs = {"policy": base, "demonstrations": demonstrations(shop.store, tmp_path)}
+    return shop, {"policy": base, "demonstrations": demonstrations(shop.store, root)}
+
+
+def test_the_evaluation_loss_falls_and_the_policy_changes(tmp_path, policy):
+    shop, inputs = shop_and_inputs(tmp_path, policy)
     ref, decision = shop.run("sft", CONFIG, inputs)
     metrics = shop.metrics(decision)
     # 24 samples in batches of 4, twice
     assert (metrics["steps"], metrics["train_samples"], metrics["dropped_answers"]) == (12, 24, 0)
     assert metrics["before/eval/loss"] == pytest.approx(5.8, abs=0.2)  # ln 320 = 5.77: nothing is known yet
     assert metrics["eval/loss"] < metrics["before/eval/loss"] - 1
-    assert ref.digest != base.digest
+    assert ref.digest != inputs["policy"].digest
     assert "【It is 0.<|end|>】" in shop.tracker.tables["preview"][1][0][0]
 
 
@@ -45,18 +51,6 @@ def test_answers_beyond_the_longest_length_are_counted():
     assert dropped_answers(rows, [cut, cut]) == 1 and dropped_answers(rows, [cut]) == 2
 
 
-@pytest.mark.full
-def test_a_killed_run_ends_with_the_same_bytes(tmp_path, policy):
-    refs = []
-    for name in ("whole", "killed"):
-        shop = Workshop(ArtifactStore(tmp_path / name / "store"))
-        base = shop.store.external(PolicyRef, policy)
-        inputs = {"policy": base, "demonstrations": demonstrations(shop.store, tmp_path / name)}
-        made = shop.run("sft", CONFIG, inputs)[0] if name == "whole" else None
-        refs.append(made or killed_and_resumed(shop, "sft", CONFIG, inputs, at=7))
-    assert refs[0].digest == refs[1].digest
-
-
 @pytest.mark.slow
 def test_adapters_over_weights_of_4_bits_learn_and_are_merged_into_whole_weights(tmp_path, policy):
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
@@ -64,9 +58,7 @@ def test_adapters_over_weights_of_4_bits_learn_and_are_merged_into_whole_weights
     config = SFTConfig.model_validate(CONFIG.model_dump() | {"lora": lora})
     made = []
     for name in ("whole", "killed"):
-        shop = Workshop(ArtifactStore(tmp_path / name / "store"))
-        base = shop.store.external(PolicyRef, policy)
-        inputs = {"policy": base, "demonstrations": demonstrations(shop.store, tmp_path / name)}
+        shop, inputs = shop_and_inputs(tmp_path / name, policy)
         if name == "whole":
             ref, decision = shop.run("sft", config, inputs)
             assert shop.metrics(decision)["eval/loss"] < shop.metrics(decision)["before/eval/loss"] - 0.2
@@ -87,9 +79,7 @@ def test_models_on_the_way_are_artifacts_of_their_own_and_the_same_after_a_kill(
     config = SFTConfig.model_validate(CONFIG.model_dump() | {"loop": loop.model_dump(), "export_every": 4})
     made = []
     for name in ("whole", "killed"):
-        shop = Workshop(ArtifactStore(tmp_path / name / "store"))
-        base = shop.store.external(PolicyRef, policy)
-        inputs = {"policy": base, "demonstrations": demonstrations(shop.store, tmp_path / name)}
+        shop, inputs = shop_and_inputs(tmp_path / name, policy)
         ref = shop.run("sft", config, inputs)[0] if name == "whole" else None
         ref = ref or killed_and_resumed(shop, "sft", config, inputs, at=5)  # the export of step 4 comes again
         made.append([ref, *(shop.run("checkpoint", CheckpointConfig(step=at), {"policy": ref})[0] for at in (4, 8))])
@@ -107,9 +97,7 @@ def test_a_stage_that_is_asked_to_stop_saves_and_loses_no_step(tmp_path, policy)
     rarely = CONFIG.model_copy(update={"loop": CONFIG.loop.model_copy(update={"checkpoint_every": 100})})
     digests = []
     for name in ("whole", "stopped"):
-        shop = Workshop(ArtifactStore(tmp_path / name / "store"))
-        base = shop.store.external(PolicyRef, policy)
-        inputs = {"policy": base, "demonstrations": demonstrations(shop.store, tmp_path / name)}
+        shop, inputs = shop_and_inputs(tmp_path / name, policy)
         if name == "whole":
             digests.append(shop.run("sft", rarely, inputs)[0].digest)
         else:
@@ -120,11 +108,7 @@ def test_a_stage_that_is_asked_to_stop_saves_and_loses_no_step(tmp_path, policy)
 
 
 def test_the_best_checkpoint_is_what_is_kept(tmp_path, policy):
-    shop = Workshop(ArtifactStore(tmp_path / "store"))
-    inputs = {
-        "policy": shop.store.external(PolicyRef, policy),
-        "demonstrations": demonstrations(shop.store, tmp_path),
-    }
+    shop, inputs = shop_and_inputs(tmp_path, policy)
     # A rate that ruins the model after a good start: the best evaluation is not the last one.
     config = CONFIG.model_copy(
         update={
@@ -138,9 +122,7 @@ def test_the_best_checkpoint_is_what_is_kept(tmp_path, policy):
 
 
 def test_dft_learns_and_says_the_plain_loss_too(tmp_path, policy):
-    shop = Workshop(ArtifactStore(tmp_path / "store"))
-    base = shop.store.external(PolicyRef, policy)
-    inputs = {"policy": base, "demonstrations": demonstrations(shop.store, tmp_path)}
+    shop, inputs = shop_and_inputs(tmp_path, policy)
     # Each token counts by its own probability, 1/320 at first: a small gradient, which Adam scales.
     _, decision = shop.run("sft", CONFIG.model_copy(update={"loss": "dft"}), inputs)
     metrics = shop.metrics(decision)
@@ -161,9 +143,7 @@ def test_windows_train_every_token_once_and_have_the_tokens_before_it_as_context
 
 
 def test_documents_longer_than_a_window_are_trained_whole(tmp_path, policy):
-    shop = Workshop(ArtifactStore(tmp_path / "store"))
-    base = shop.store.external(PolicyRef, policy)
-    inputs = {"policy": base, "demonstrations": demonstrations(shop.store, tmp_path)}
+    shop, inputs = shop_and_inputs(tmp_path, policy)
     options = {"train_on": "all", "max_length": 8, "loop": LoopConfig(batch_size=8, epochs=1)}
     cut = SFTConfig(**options)
     whole = SFTConfig(**options, window_overlap=2)
@@ -177,8 +157,6 @@ def test_documents_longer_than_a_window_are_trained_whole(tmp_path, policy):
 
 
 def test_all_tokens_are_trained_on_if_asked_for(tmp_path, policy):
-    shop = Workshop(ArtifactStore(tmp_path / "store"))
-    base = shop.store.external(PolicyRef, policy)
-    inputs = {"policy": base, "demonstrations": demonstrations(shop.store, tmp_path)}
+    shop, inputs = shop_and_inputs(tmp_path, policy)
     shop.run("sft", CONFIG.model_copy(update={"train_on": "all", "loop": LoopConfig(max_steps=1)}), inputs)
     assert shop.tracker.tables["preview"][1][0][0] == "<|user|>【What is 0?<|end|><|assistant|>It is 0.<|end|>】"

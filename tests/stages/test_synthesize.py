@@ -14,7 +14,6 @@ from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.shards import read_generations
 from rlhf_core.data.tables import read_demonstrations, read_preferences, read_prompts, write_prompts
 from rlhf_core.errors import ConfigError, DataError, RewardError
-from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import DemonstrationsRef, Message, PolicyRef, PreferencesRef, Prompt, PromptsRef
 from stages.score import ScoreConfig
 from stages.select import BestOfN
@@ -22,7 +21,7 @@ from stages.synthesize import SynthesizeConfig
 from stages.synthesize.run import Reply, filtered, request
 from tests.support.chat_server import ChatServer
 from tests.support.training import killed_and_resumed
-from tests.support.workshop import Workshop
+from tests.support.workshop import Workshop, workshop
 
 ROWS = [Prompt(f"p{i}", (Message("user", f"What is {i}?"),), f"{i}", "sums") for i in range(6)]
 
@@ -35,7 +34,7 @@ def server() -> Iterator[ChatServer]:
 
 
 def shop_and_inputs(root: Path, rows: list[Prompt] = ROWS) -> tuple[Workshop, dict[str, Any]]:
-    shop = Workshop(ArtifactStore(root / "store"))
+    shop = workshop(root)
     write_prompts(root / "prompts", rows)
     return shop, {"prompts": shop.store.external(PromptsRef, root / "prompts")}
 

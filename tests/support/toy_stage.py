@@ -12,7 +12,7 @@ from rlhf_core.interfaces import ModelSpec, RegistryState, Role, Sampler, Traine
 from rlhf_core.schema.base import FAILURES, OPERATIONAL, Config
 from rlhf_core.stage.context import StageContext
 from rlhf_core.stage.decision import Decision
-from rlhf_core.stage.gate_decisions import GateDecisions, Question
+from rlhf_core.stage.gate_decisions import Question
 from rlhf_core.stage.key import StageSpec, key_payload, payload_key
 from rlhf_core.stage.run import execute
 from rlhf_core.store.artifacts import ArtifactStore
@@ -68,9 +68,7 @@ def run(config: ToyConfig, *, context: StageContext, policy: PolicyRef | None = 
                 context.wait("nobody has written the file", {"file": str(people)})
         if step == 2 and config.trouble == "ask":
             question = Question(gate="pace", condition={"after": context.label}, digest=context.key, found="too fast")
-            request = GateDecisions(context.store.shared).find(question.id)
-            if request is None or request.answer is None:
-                context.wait("too fast", {"question": question.model_dump()})
+            context.decision(question, "slow down")
         while config.trouble.startswith("wait:") and not Path(config.trouble.removeprefix("wait:")).exists():
             if context.stopping():
                 context.stop()

@@ -36,7 +36,7 @@ from rlhf_core.types import (
 )
 from stages.ppo import PPOConfig
 from tests.support.policies import make_policy
-from tests.support.workshop import Workshop
+from tests.support.workshop import Workshop, workshop
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ def prompts(store: ArtifactStore, root: Path, count: int = 6) -> PromptsRef:
 
 def shop_and_inputs(root: Path, policy: Path) -> tuple[Workshop, dict[str, Any]]:
     """Return a store with what stage `ppo` needs where no reward model judges."""
-    shop = Workshop(ArtifactStore(root / "store"))
+    shop = workshop(root)
     base = shop.store.external(PolicyRef, policy)
     inputs = {"policy": base, "reference": base, "prompts": prompts(shop.store, root), "reward_models": {}}
     return shop, inputs

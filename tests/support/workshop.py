@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from pipelines.execution.gates import numbers
@@ -63,6 +64,11 @@ class Workshop:
         """Return the final metrics of a stage that ran."""
         record = self.store.record(decision.key)
         return dict(record.metrics)
+
+
+def workshop(root: Path, **options: Any) -> Workshop:
+    """A store in `root`; `runtime=None` for stages that must fail before they lease an engine."""
+    return Workshop(ArtifactStore(root / "store"), **options)
 
 
 def generation(prompt_id: str, text: str, *, tokens: int = 3, finish_reason: FinishReason = "stop") -> Generation:

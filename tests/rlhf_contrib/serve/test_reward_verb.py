@@ -20,10 +20,9 @@ from rlhf_contrib.serve.reward_server import Query
 from rlhf_contrib.serve.reward_verb import listening, open_reward_model, read_arguments, read_token
 from rlhf_core.errors import ConfigError
 from rlhf_core.rewards.remote import RemoteRewardClient
-from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import Completion, Generation, Message, Prompt
 from tests.stages.test_score import reward_model_in
-from tests.support.workshop import Workshop
+from tests.support.workshop import workshop
 
 
 def free_port() -> int:
@@ -107,7 +106,7 @@ def test_a_reward_model_scores_text_as_the_score_stage_scores_its_tokens(tmp_pat
     from rlhf_core.interfaces import ModelSpec
     from rlhf_core.rewards.model import score_with_reward_model
 
-    shop = Workshop(ArtifactStore(tmp_path / "store"))
+    shop = workshop(tmp_path)
     folder = shop.store.path(reward_model_in(shop, tmp_path))
     chat = ChatTemplate.load(folder)
     generations = []

@@ -15,7 +15,7 @@ from rlhf_core.interfaces import Metrics
 from rlhf_core.rewards.batches import RewardOutcome
 from rlhf_core.rewards.scoring import Scorer
 from rlhf_core.rollouts.answers import SINGLE_TURN
-from rlhf_core.rollouts.guard import HeldOut
+from rlhf_core.rollouts.held_out import HeldOut
 from rlhf_core.rollouts.prompts import hold_out
 from rlhf_core.stage.failures import Counts
 from rlhf_core.types import Completion, Generation, Message, Prompt, SamplingRequest
@@ -77,15 +77,14 @@ def held_out(
 ) -> HeldOut:
     chat: Any = Chat()
     return HeldOut(
-        HeldOutConfig(prompts=3, samples=samples),
-        PROMPTS[:3],
+        config=HeldOutConfig(prompts=3, samples=samples),
+        prompts=PROMPTS[:3],
         engine=engine,
         chat=chat,
         sampling=SamplingConfig(),
         seed=17,
         environments=SINGLE_TURN,
-        scorer=scorer,
-        independent=independent,
+        scorers={"reward": scorer} | ({"independent": independent} if independent else {}),
         note_failed=lambda step, counts: noted.append((step, counts)),
     )
 

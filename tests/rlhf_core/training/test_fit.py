@@ -8,12 +8,11 @@ import pytest
 from rlhf_core.config.policy import LoopConfig
 from rlhf_core.data.tables import write_demonstrations
 from rlhf_core.errors import ConfigError
-from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.training.fit import batch_at, total_steps
 from rlhf_core.types import DemonstrationsRef, PolicyRef
 from stages.sft import SFTConfig
 from tests.support.training import demonstrations
-from tests.support.workshop import Workshop
+from tests.support.workshop import workshop
 
 
 def test_steps_are_counted_with_the_short_batch_and_the_limit():
@@ -32,7 +31,7 @@ def test_an_epoch_sees_every_sample_once_in_an_order_of_its_own():
 
 
 def test_the_best_of_no_evaluations_is_refused_before_a_step(tmp_path, policy_folder):
-    shop = Workshop(ArtifactStore(tmp_path / "store"))
+    shop = workshop(tmp_path)
     demonstrations(shop.store, tmp_path / "made")
     write_demonstrations(tmp_path / "made" / "demonstrations" / "eval.parquet", [])
     inputs = {
