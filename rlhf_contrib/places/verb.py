@@ -3,7 +3,6 @@
 import argparse
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from pipelines.cli.common import print_line
@@ -14,54 +13,28 @@ TEMPLATES = Path(__file__).with_name("templates")
 """Folder with a folder of files for each place; they are shipped in the wheel, and copied as they are."""
 
 
-@dataclass(frozen=True)
-class Place:
-    """What a place needs: files of its folder in `TEMPLATES`, files with pins, and the next command.
-
-    In the command, FOLDER is where the files are.
-    """
-
-    files: tuple[str, ...]
-    next: str
-    pins: tuple[str, ...] = ()
-
-
-PLACES: Mapping[str, Place] = {
-    "container": Place(
-        ("Containerfile",),
-        "put the wheel of this version into FOLDER, then: podman build --tag rlhf FOLDER",
-        pins=("cpu.txt", "gpu.txt"),
-    ),
-    "slurm": Place(("rlhf.sbatch",), "sbatch --nodes 2 FOLDER/rlhf.sbatch tiny/full"),
-    "kubernetes": Place(
-        (
-            *("raycluster.yaml", "rayjob.yaml", "rdma-raycluster.yaml", "rdma-rayjob.yaml"),
-            *("kustomization.yaml", "rlhf.env", "prefect-job-template.json"),
-        ),
-        "fill in rlhf.env and the image in kustomization.yaml, then: kubectl apply -k FOLDER",
-    ),
-    "server": Place(
-        (
-            *("rlhf-prefect.service", "rlhf-mlflow.service", "rlhf-worker.service", "Caddyfile"),
-            *("server.env", "mlflow_auth.ini", "worker.env"),
-        ),
-        "install rlhf-lifecycle[server] into /opt/rlhf, then: systemd-analyze verify FOLDER/*.service",
-    ),
+PLACES: Mapping[str, str] = {
+    "container": "put the wheel of this version into FOLDER, then: podman build --tag rlhf FOLDER",
+    "slurm": "sbatch --nodes 2 FOLDER/rlhf.sbatch tiny/full",
+    "kubernetes": "fill in rlhf.env and the image in kustomization.yaml, then: kubectl apply -k FOLDER",
+    "server": "install rlhf-lifecycle[server] into /opt/rlhf, then: systemd-analyze verify FOLDER/*.service",
 }
+"""Place -> the next command, in which FOLDER is where the files are."""
+PINS = {"container": ("cpu.txt", "gpu.txt")}
+"""Files with the pins of dependencies that a place needs, too."""
 
 
 def scaffold_options(parser: argparse.ArgumentParser) -> None:
-    places = ("container", "kubernetes", "server", "slurm")
-    parser.add_argument("place", choices=places, help="where profiles are to run")
+    parser.add_argument("place", choices=sorted(PLACES), help="where profiles are to run")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder for the files")
 
 
 def scaffold(options: argparse.Namespace) -> None:
     """Write the files of a place into a folder; raise ConfigError, before any is written, if one has other content."""
-    place, folder = PLACES[options.place], Path(options.out)
+    place, folder = options.place, Path(options.out)
     sources = [
-        *(TEMPLATES / options.place / name for name in place.files),
-        *(shipped("requirements") / name for name in place.pins),
+        *sorted((TEMPLATES / place).iterdir()),
+        *(shipped("requirements") / name for name in PINS.get(place, ())),
     ]
     texts = {folder / path.name: path.read_bytes() for path in sources}
     try:
@@ -75,7 +48,7 @@ def scaffold(options: argparse.Namespace) -> None:
     except OSError as error:
         raise ConfigError("--out", options.out, f"cannot be written: {error}", "choose another folder") from None
     print_line(f"{folder}: {', '.join(path.name for path in texts)}")
-    print_line(f"next: {place.next.replace('FOLDER', shlex.quote(_as_word(folder)))}")
+    print_line(f"next: {PLACES[place].replace('FOLDER', shlex.quote(_as_word(folder)))}")
 
 
 def _is_other(path: Path, text: bytes) -> bool:

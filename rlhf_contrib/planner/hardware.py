@@ -1,12 +1,10 @@
 """Describe the machines of `rlhf plan --estimate`: memory, speed and links, from data sheets; nothing is measured here."""
 
-import os
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from rlhf_core.config.runtime import RuntimeConfig
 from rlhf_core.errors import ConfigError, nearest
+from rlhf_core.runtime.cluster import available_cores, available_memory
 
 CONTEXT = 2e9
 """Bytes of a GPU that each process takes beside tensors: the CUDA context, cuBLAS and NCCL. An allowance, not measured."""
@@ -108,28 +106,6 @@ def hardware_of(name: str, runtime: RuntimeConfig, *, host_gib: float = 0.0) -> 
 
 def this_machine() -> Hardware:
     """Return the processors and the memory of this machine, as one node whose workers share everything."""
-    cores, memory = len(os.sched_getaffinity(0)), host_memory()
+    cores, memory = available_cores(), available_memory()
     speed = CPU_BANDWIDTH
     return Hardware(CPU, memory, CPU_FLOPS * cores, speed, speed, speed, speed, speed, 1 << 20, memory, 0.5)
-
-
-def host_memory(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> float:
-    """The bytes of memory that this process may use: the machine's, or the least limit of its control groups if that is lower."""
-    memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    return min([memory, *_limits(proc, root)])
-
-
-def _limits(proc: Path, root: Path) -> Iterator[float]:
-    """Yield the memory limits of the control groups in `proc`, and of those around them."""
-    for line in proc.read_text(encoding="utf-8").splitlines() if proc.is_file() else ():
-        _, kinds, path = line.split(":", 2)
-        if kinds and "memory" not in kinds.split(","):
-            continue
-        top, name = (root / "memory", "memory.limit_in_bytes") if kinds else (root, "memory.max")
-        group = top / path.lstrip("/")
-        for folder in (group, *group.parents):
-            file = folder / name
-            if folder.is_relative_to(top) and file.is_file():
-                limit = file.read_text(encoding="ascii").strip()
-                if limit != "max":
-                    yield float(limit)

@@ -13,9 +13,10 @@ from pipelines.execution.plan import PlannedStage, duration
 from pipelines.execution.request import RunRequest
 from pipelines.flows.profile import PipelineConfig
 from rlhf_contrib.planner.estimate import Estimate, Load, alike, estimates, refusal
-from rlhf_contrib.planner.hardware import Hardware, hardware_of, host_memory
+from rlhf_contrib.planner.hardware import Hardware, hardware_of
 from rlhf_contrib.planner.memory import human
 from rlhf_core.errors import ConfigError
+from rlhf_core.runtime.cluster import available_memory
 from rlhf_core.store.artifacts import ArtifactStore
 
 logger = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ def warn_of_memory(config: PipelineConfig, planned: Sequence[PlannedStage], stor
     if os.environ.get("RAY_ADDRESS"):
         return
     try:
-        on = replace(hardware_of("", config.runtime), host=host_memory())
+        on = replace(hardware_of("", config.runtime), host=available_memory())
         found = estimates(planned, store, config.runtime, on, config.prepare_data.max_prompt_tokens)
     except ConfigError as error:  # a shape that is not known yet, or models on CPUs beside others on GPUs
         logger.info("host memory is not compared with an estimate: %s", error)

@@ -5,7 +5,7 @@ The options of all types are in `rlhf_core.config.agents`, so a profile is read 
 """
 
 AGENT_MODULES = {
-    "program": "rlhf_contrib.environments.program",
+    "program": "rlhf_core.agents.program",
     "openrlhf": "rlhf_contrib.openrlhf.agent",
     "openenv": "rlhf_contrib.environments.openenv",
     "nemo_gym": "rlhf_contrib.environments.nemo_gym",

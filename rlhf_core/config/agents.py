@@ -103,7 +103,7 @@ class ToolsAgent(EpisodeLimits):
 
 
 class ProgramAgent(RewardingAgent):
-    """A command, run once per episode, that calls the policy as an OpenAI server (`rlhf_contrib.environments.program`)."""
+    """A command, run once per episode, that calls the policy as an OpenAI server (`rlhf_core.agents.program`)."""
 
     type: Literal["program"] = "program"
     command: tuple[str, ...] = Field(min_length=1)

@@ -18,7 +18,7 @@ MOVED = {
     "rlhf_core.integrations.nemo_gym": "rlhf_contrib.environments.nemo_gym",
     "rlhf_core.integrations.openenv": "rlhf_contrib.environments.openenv",
     "rlhf_core.integrations.openrlhf": "rlhf_contrib.openrlhf.agent",
-    "rlhf_core.integrations.program": "rlhf_contrib.environments.program",
+    "rlhf_core.integrations.program": "rlhf_core.agents.program",
     "rlhf_core.integrations.verifiers": "rlhf_contrib.environments.verifiers",
     "rlhf_core.integrations.verifiers_runner": "rlhf_contrib.environments.verifiers_runner",
     "rlhf_core.models.sizes": "rlhf_contrib.planner.sizes",

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import socket
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -71,6 +72,12 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def available_memory(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> float:
+    """Bytes of memory that this process may use: the machine's, or the smallest limit of its control groups if that is lower."""
+    memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return min([memory, *_limits(proc, root)])
+
+
 def threads_per_worker(config: RuntimeConfig, *, cores: int) -> int:
     """`cpu_threads`, or the worker's share of the cores of its node, but at least one thread."""
     return config.cpu_threads or max(1, cores)
@@ -92,3 +99,19 @@ def free_port() -> int:
 def no_head(address: str) -> ConfigError:
     """Return the error for an `address` where no Ray head answers."""
     return ConfigError(f"RAY_ADDRESS = {address}: no Ray head answers; start one with `ray start --head` or unset it")
+
+
+def _limits(proc: Path, root: Path) -> Iterator[float]:
+    """Yield the memory limits of the control groups in `proc`, and of those around them."""
+    for line in proc.read_text(encoding="utf-8").splitlines() if proc.is_file() else ():
+        _, kinds, path = line.split(":", 2)
+        if kinds and "memory" not in kinds.split(","):
+            continue
+        top, name = (root / "memory", "memory.limit_in_bytes") if kinds else (root, "memory.max")
+        group = top / path.lstrip("/")
+        for folder in (group, *group.parents):
+            file = folder / name
+            if folder.is_relative_to(top) and file.is_file():
+                limit = file.read_text(encoding="ascii").strip()
+                if limit != "max":
+                    yield float(limit)

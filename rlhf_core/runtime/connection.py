@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import TypeVar
 
 import grpc  # type: ignore[import-untyped]
-import psutil
 
 from rlhf_core.errors import ConfigError, WorkerLostError
 from rlhf_core.processes.private_folder import private_folder
-from rlhf_core.runtime.cluster import check_address, named_address, no_head
+from rlhf_core.runtime.cluster import available_memory, check_address, named_address, no_head
 from rlhf_core.runtime.liveness import PROBE_TIMEOUT_S, CallHangs, within
 from rlhf_core.runtime.ray_settings import VARIABLES, ray
 
@@ -168,9 +167,7 @@ def _start(cores: int) -> None:
                 ray.init(
                     address="local",
                     num_cpus=cores,
-                    object_store_memory=max(
-                        SMALLEST_OBJECT_STORE, int(psutil.virtual_memory().total * OBJECT_STORE_FRACTION)
-                    ),
+                    object_store_memory=max(SMALLEST_OBJECT_STORE, int(available_memory() * OBJECT_STORE_FRACTION)),
                     include_dashboard=False,
                     log_to_driver=False,
                     logging_level=logging.ERROR,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_contrib.places.verb import PLACES
+from rlhf_contrib.places.verb import PINS, PLACES, TEMPLATES
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = {
@@ -92,7 +92,7 @@ def test_shipped_profiles_plan_without_the_clone(environment, tmp_path, profile)
 def test_the_files_of_a_place_are_written_without_the_clone(environment, tmp_path, place):
     rlhf(environment, tmp_path, "scaffold", place, "--out", "files")
     found = {path.name for path in (tmp_path / "files").iterdir()}
-    assert found == {*PLACES[place].files, *PLACES[place].pins}
+    assert found == {*(path.name for path in (TEMPLATES / place).iterdir()), *PINS.get(place, ())}
     if "Containerfile" in found:
         lines = (tmp_path / "files/Containerfile").read_text().splitlines()
         copied = {name for line in lines if line.startswith("COPY ") for name in line.split()[1:-1]}

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from rlhf_contrib.environments.program import earned, open_agent
 from rlhf_core.agents.episodes import Episode, play
 from rlhf_core.agents.process import Environments
+from rlhf_core.agents.program import earned, open_agent
 from rlhf_core.agents.programs import EpisodeFailed, ProgramResult
 from rlhf_core.config.agents import ProgramAgent
 from rlhf_core.config.engines import SamplingConfig

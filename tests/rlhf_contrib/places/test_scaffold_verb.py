@@ -5,17 +5,18 @@ import shlex
 import pytest
 
 from pipelines.cli.main import main
-from rlhf_contrib.places.verb import PLACES, TEMPLATES
+from rlhf_contrib.places.verb import PINS, PLACES, TEMPLATES
 
 
-@pytest.mark.parametrize("place", [path.name for path in TEMPLATES.iterdir()])
+@pytest.mark.parametrize("place", PLACES)
 def test_the_files_of_a_place_are_written_and_no_others_are_replaced(place, tmp_path, capsys):
     out = tmp_path / "my files" / "here"
+    names = sorted([path.name for path in (TEMPLATES / place).iterdir()] + list(PINS.get(place, ())))
     for _ in range(2):  # the same files again are no change
         assert main(["scaffold", place, "--out", str(out)]) == 0
-        assert {path.name for path in out.iterdir()} == {*PLACES[place].files, *PLACES[place].pins}
+        assert sorted(path.name for path in out.iterdir()) == names
     assert shlex.quote(str(out)) in capsys.readouterr().out.splitlines()[-1], "the next command names the folder"
-    changed = out / PLACES[place].files[-1]
+    changed = out / names[-1]
     changed.write_text("mine")
     assert main(["scaffold", place, "--out", str(out)]) == 2
     assert capsys.readouterr().err.startswith(f"--out = {str(out)!r}: has {changed.name} with other content; ")

@@ -10,7 +10,7 @@ from pipelines.cli.main import main
 from pipelines.execution.plan import plan
 from pipelines.flows.profile import load_profile
 from rlhf_contrib.planner.estimate import estimate, estimates, kv_token_bytes, products, refusal
-from rlhf_contrib.planner.hardware import HARDWARE, hardware_of, host_memory
+from rlhf_contrib.planner.hardware import HARDWARE, hardware_of
 from rlhf_contrib.planner.memory import Role
 from rlhf_contrib.planner.sizes import shape_of_init
 from rlhf_contrib.planner.stage_models import Phase, Step
@@ -18,6 +18,7 @@ from rlhf_contrib.planner.verb import warn_of_memory
 from rlhf_core.config.models import InitModel, LoraConfig
 from rlhf_core.config.runtime import HFSamplerConfig
 from rlhf_core.errors import ConfigError
+from rlhf_core.runtime.cluster import available_memory
 from rlhf_core.store.artifacts import ArtifactStore
 
 LARGE = shape_of_init(InitModel(vocab_size=300, hidden_size=4096, layers=36, heads=32, intermediate_size=14336))
@@ -265,8 +266,8 @@ def test_the_limit_of_a_control_group_is_the_host_memory(tmp_path, groups, files
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(limit + "\n")
     (tmp_path / "cgroup").write_text(groups + "\n")
-    assert host_memory(tmp_path / "cgroup", tmp_path) == 3e6
-    assert host_memory(tmp_path / "none", tmp_path) > 3e6
+    assert available_memory(tmp_path / "cgroup", tmp_path) == 3e6
+    assert available_memory(tmp_path / "none", tmp_path) > 3e6
 
 
 def test_a_run_warns_of_host_memory_that_is_not_there(tmp_path, monkeypatch, caplog):
