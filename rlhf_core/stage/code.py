@@ -1,6 +1,7 @@
 """Compute the digests of a stage's code: of its module and of all modules of this program that it imports."""
 
 import ast
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -50,7 +51,10 @@ def module_digests(module_name: str, packages: tuple[str, ...] = OUR_PACKAGES) -
     @cache
     def place(name: str) -> Place:
         package, _, last = name.rpartition(".")
-        return in_folders(last, place(package).folders) if package else locate(name, search)
+        if package:
+            return in_folders(last, place(package).folders)
+        found, loaded = locate(name, search), getattr(sys.modules.get(name), "__path__", ())
+        return Place(found.file, tuple(map(Path, loaded)) or found.folders)
 
     waiting = [module_name]
     while waiting:

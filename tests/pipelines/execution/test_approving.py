@@ -221,7 +221,7 @@ def test_a_stage_that_pauses_asks_with_the_same_commands_and_goes_on_from_its_ch
         return notes.of("started")
 
     with pytest.raises(
-        StageWaiting, match=r"^toy is waiting: too fast: `rlhf approve mini pace --question \w{12} --r"
+        StageWaiting, match=r"^toy is waiting: too fast: slow down: `rlhf approve mini pace --question \w{12} --r"
     ) as waits:
         run_once()
     assert not may_go_on(waits.value.condition, uri="")

@@ -273,11 +273,11 @@ def test_the_limit_of_a_control_group_is_the_host_memory(tmp_path, groups, files
 def test_a_run_warns_of_host_memory_that_is_not_there(tmp_path, monkeypatch, caplog):
     config, store = load_profile("one_node/full"), ArtifactStore(tmp_path)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr("rlhf_contrib.planner.verb.host_memory", lambda: 64e9)
+    monkeypatch.setattr("rlhf_contrib.planner.verb.available_memory", lambda: 64e9)
     warn_of_memory(config, plan(config, store), store)
     assert "GB of host memory by estimate, and this machine or its control group gives 64.0" in caplog.text
     caplog.clear()
-    monkeypatch.setattr("rlhf_contrib.planner.verb.host_memory", lambda: 2e12)
+    monkeypatch.setattr("rlhf_contrib.planner.verb.available_memory", lambda: 2e12)
     warn_of_memory(config, plan(config, store), store)
     assert caplog.text == ""
 

@@ -7,7 +7,6 @@ import math
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,6 +30,7 @@ from rlhf_core.evaluation.metrics import (
     reliability,
     repetition,
 )
+from rlhf_core.interfaces import ModelSpec
 from rlhf_core.sequences import Sequences
 from rlhf_core.types import ActionSpan, Completion, Generation, Message, PolicyRef, Prompt
 
@@ -142,8 +142,8 @@ class ConstantReference:
         self.runtime = self
         self.calls = 0
 
-    def path(self, ref: PolicyRef) -> Path:
-        return Path("reference")
+    def model(self, ref: PolicyRef) -> ModelSpec:
+        return ModelSpec("reference", "lm", None, self.seed)
 
     def progress(self, done: int, total: int, text: str) -> None:
         assert done <= total
