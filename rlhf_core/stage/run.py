@@ -30,7 +30,7 @@ from rlhf_core.store.layout import CHECKPOINTS, naming_disk_errors
 from rlhf_core.store.leases import Lease, Lost, Owner
 from rlhf_core.store.records import KeyRecord
 from rlhf_core.store.unfinished import bring_work, keeping
-from rlhf_core.types import ArtifactRef, GenerationsRef, ModelRef, ReportRef
+from rlhf_core.types import ArtifactRef, GenerationsRef, ModelRef, ReportRef, RolloutsRef
 
 logger = logging.getLogger(__name__)
 
@@ -199,12 +199,12 @@ def _finish(
 
 
 def _record_inputs(spec: StageSpec, tracker: StageTracker) -> None:
-    """Record what the stage reads: models, answers and reports that it evaluates, and other data that it trains on."""
+    """Record what the stage reads: models, answers without scores and reports as evaluation, and other data as training."""
     for name, ref in spec.named_refs():
         if isinstance(ref, ModelRef):
             tracker.input_model(ref.digest)
         else:
-            evaluated = isinstance(ref, (GenerationsRef, ReportRef))
+            evaluated = isinstance(ref, (GenerationsRef, ReportRef)) and not isinstance(ref, RolloutsRef)
             tracker.dataset(name, ref.digest, "evaluation" if evaluated else "training")
 
 

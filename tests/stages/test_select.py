@@ -204,6 +204,7 @@ def test_the_stage_makes_demonstrations_and_is_done_once(tmp_path):
     assert shop.metrics(decision)["reward/selected"] == 1.5  # half the prompts top out at 2, half at 1
     assert shop.metrics(decision)["truncated"] == 1
     assert shop.tracker.tables["samples/selected"][1][0] == ("question p0", "answer 2", 2.0)
+    assert shop.tracker.datasets == [("rollouts", inputs["rollouts"].digest, "training")]
     assert shop.runtime.engines() == {}
     again, decision = shop.run("select", BestOfN(eval_fraction=0.2), inputs)
     assert (decision.action, again) == ("HIT", ref)
