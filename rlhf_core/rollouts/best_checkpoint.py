@@ -37,7 +37,8 @@ class Best:
 class BestCheckpoint:
     """The best checkpoint by `config`; without it, only the newest checkpoint is kept and exported."""
 
-    def __init__(self, config: HeldOutConfig | None, checkpoints: Checkpoints) -> None:
+    def __init__(self, config: HeldOutConfig | None, checkpoints: Checkpoints, label: str) -> None:
+        self._label = label
         self._config = config
         self._best = Best()
         self.checkpoints = checkpoints.keeping(best=1) if config else checkpoints
@@ -64,7 +65,7 @@ class BestCheckpoint:
     def end(self, step: int, why: str, *, export: str = "best") -> None:
         """End the run after this step."""
         self.ended = {"step": step, "why": why, "export": export}
-        logger.warning("the run ends at step %d: %s", step, why)
+        logger.warning("%s: ends at step %d: %s", self._label, step, why)
 
     def note_rollback(self) -> None:
         """Count the evaluations without a better one anew."""

@@ -180,7 +180,6 @@ def _finish(
         progress=progress,
         _run=run,
     )
-    _record_inputs(run.spec, tracker)
     with keeping(run.lease, run.attempt.number, run.work):
         handle = _call(store, run, context)
     try:
@@ -198,19 +197,26 @@ def _finish(
     return handle
 
 
+_ONLY_MEASURED = {"compare_reward_models": "preferences", "condition": "prompts", "prepare_data": "suites"}
+"""Stage -> its input that trains nothing."""
+
+
 def _record_inputs(spec: StageSpec, tracker: StageTracker) -> None:
     """Record what the stage reads: models, answers without scores and reports as evaluation, and other data as training."""
+    measured = _ONLY_MEASURED.get(spec.name)
     for name, ref in spec.named_refs():
         if isinstance(ref, ModelRef):
             tracker.input_model(ref.digest)
         else:
-            evaluated = isinstance(ref, (GenerationsRef, ReportRef)) and not isinstance(ref, RolloutsRef)
+            answers = isinstance(ref, (GenerationsRef, ReportRef)) and not isinstance(ref, RolloutsRef)
+            evaluated = answers or name.partition("/")[0] == measured
             tracker.dataset(name, ref.digest, "evaluation" if evaluated else "training")
 
 
 def _call(store: ArtifactStore, run: RunningAttempt, context: StageContext) -> ArtifactRef:
     """Return what the stage has committed; its error is raised when its last checkpoint is whole and the attempt has ended."""
     try:
+        _record_inputs(run.spec, context.tracker)
         handle: ArtifactRef = stage_module(run.spec).run(run.spec.config, **run.spec.inputs, context=context)
         _check_committed(store, run, handle)
     except BaseException as error:

@@ -52,7 +52,8 @@ class TrainingState:
         kl = kl_controller(config.kl.coef, config.kl.target, config.kl.horizon)
         looks = 1 + math.ceil(config.steps / config.evaluate.every) if config.evaluate else 0
         monitors = Monitors(config.monitors, looks=looks, label=context.label, tracker=context.tracker)
-        return cls(models, sampler, band, kl, held_out, monitors, BestCheckpoint(config.evaluate, context.checkpoints))
+        best = BestCheckpoint(config.evaluate, context.checkpoints, context.label)
+        return cls(models, sampler, band, kl, held_out, monitors, best)
 
     def save(self, metrics: Metrics, *, step: int, metric: float | None = None) -> None:
         """Write a checkpoint; with a `metric` it may be the best one. The log has the rollouts made since the last one."""

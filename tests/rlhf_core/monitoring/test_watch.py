@@ -125,7 +125,7 @@ def test_only_a_larger_value_is_better():
 
 def test_the_best_survives_json_also_before_the_first_evaluation(tmp_path):
     for values in ([], [math.nan], [-2.5, -3.0]):
-        own, resumed = (BestCheckpoint(HeldOutConfig(), Checkpoints(tmp_path)) for _ in range(2))
+        own, resumed = (BestCheckpoint(HeldOutConfig(), Checkpoints(tmp_path), "ppo") for _ in range(2))
         for step, value in enumerate(values):
             own.judge(step, {"eval/reward/mean": value}, quiet=True)
         resumed.restore(json.loads(json.dumps(own.state(), allow_nan=False)))
