@@ -40,6 +40,7 @@ from rlhf_core.stage.key import StageInput, StageSpec, Strictness
 from rlhf_core.store import attempts
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.layout import read_json, write_json
+from rlhf_core.store.leases import name_of
 from rlhf_core.store.opening import place_of, store_root
 from rlhf_core.store.records import restore_handle, stored_handle
 from rlhf_core.types import ArtifactRef
@@ -499,20 +500,15 @@ def _await(context: RunContext, submission: _Submission, show_progress: Progress
         if not isinstance(error, Exception) and not (submission.attached and str(error) == SPENT):
             _stop(jobs, job.job_id)
         raise
+    context.store.shared.read(name_of(job.key))  # the last look at a bucket may be older than the commit of the job
     outcome = watcher.poll()
     if outcome is not None and outcome.status == "waiting":
         raise stopping.StageWaiting(outcome.error, outcome.condition)
     unfinished = outcome is None or outcome.status == "stopped"
-    if unfinished and (job.force or not _has_result(context.store, job.stage, job.key)):
+    if unfinished and (job.force or fitting_record(context.store, job.stage, job.key) is None):
         _check_stopped(submission, ended, outcome)
         raise JobLost(_lost(job.job_id, ended))
     return _Ended(submission, outcome, watcher.decision)
-
-
-def _has_result(store: ArtifactStore, stage: StageSpec, key: str) -> bool:
-    """Whether a key has a result now; the last listing of a bucket may be older than the commit of a job."""
-    with store.shared.snapshot(within_s=0.0):
-        return fitting_record(store, stage, key) is not None
 
 
 def _follow(jobs: Jobs, job_id: str, watcher: Watcher, *, pending_s: float, attached: bool) -> Job | None:

@@ -206,16 +206,17 @@ def _may_go_on(past: Sequence[attempts.Attempt]) -> bool:
     return last is not None and last.forced and last.status != "committed" and (last.halted or last.continues)
 
 
-def remember(store: ArtifactStore, spec: StageSpec, target: Target) -> None:
+def remember(store: ArtifactStore, spec: StageSpec, target: Target, *, is_hit: bool = False) -> None:
     """Save the stage's key, payload and code under its label, so that the next decision can name the changes.
 
-    A disk that cannot be written is logged: only reasons depend on it.
+    A hit does not read a label again that this node has just noted. A disk that cannot be written is logged: only reasons
+    depend on it.
     """
     table = {"label": spec.label, "key": target.key, "payload": target.payload, "code": target.code}
     noted = json.loads(json.dumps(table))
     try:
         for pipeline in {"", spec.pipeline}:
-            if not store.has_noted(spec.label, pipeline, noted):
+            if not (is_hit and store.has_noted(spec.label, pipeline, noted)):
                 last = _note(store, spec.label, pipeline)
                 made = "" if last is None else last.key if store.record(last.key) is not None else last.made
                 store.note_label(spec.label, pipeline, noted | {"made": made})

@@ -105,7 +105,7 @@ def _take(
     if record is None or not store.used(target.key, lease):
         return None
     store.tidy(target.key)  # its process may have been killed between writing the record and ending its attempt
-    remember(store, spec, target)
+    remember(store, spec, target, is_hit=True)
     return record, hit(target, record)
 
 

@@ -192,7 +192,8 @@ class ArtifactStore:
         if self.label(label, pipeline) != value:
             update(self.shared, name, lambda _: value)
         if not self.shared.folder_is_shared:
-            write_json(self.root / "cache" / f"{name}.json", value, durable=False)
+            with suppress(OSError):  # without the note, the next hit reads the label
+                write_json(self.root / "cache" / f"{name}.json", value, durable=False)
 
     def has_noted(self, label: str, pipeline: str, value: Mapping[str, Any]) -> bool:
         """True if this node noted this value less than LABEL_S ago. Reading a label on a disk costs nothing: False."""

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -214,6 +215,14 @@ def clear(folder: AttemptFolder, *, keep_metrics: bool, until: Attempt | None = 
     for number in _numbered(folder, "out"):
         if until is None or number <= until.number:
             _remove_output(folder.path / f"out-{number}")
+
+
+def drop_replaced(folder: AttemptFolder) -> None:
+    """Remove the work on this node that an attempt, perhaps on another node, has not gone on with but started over."""
+    for before, after in reversed(list(pairwise(history(folder)))):
+        if before.status == "committed" or (after.forced and not after.continues):
+            clear(folder, keep_metrics=False, until=before)
+            return
 
 
 def is_resumable(folder: AttemptFolder, finished: int) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rlhf_core.store.attempts import AttemptFolder, work_numbers
+from rlhf_core.store.attempts import AttemptFolder, drop_replaced, work_numbers
 from rlhf_core.store.checkpoint_parts import parts_elsewhere
 from rlhf_core.store.fingerprint import list_files
 from rlhf_core.store.layout import CHECKPOINTS, fsync_tree, make_folder, remove_tree, write_json
@@ -54,13 +54,16 @@ def note_holder(lease: Lease, folder: Path) -> None:
 
 
 def bring_work(folder: AttemptFolder) -> None:
-    """Move the work of a later attempt on another node into the attempt folder of this node.
+    """Move the work of a later attempt on another node into the attempt folder of this node, in place of what that replaces.
 
     Raises Lost, Gone, Damaged or Unreachable if this node cannot read it: a new beginning would replace a good checkpoint.
     """
     assert folder.lease is not None
+    if folder.store.folder_is_shared:
+        return
+    drop_replaced(folder)
     work = folder.lease.latest().value.get("work")
-    if folder.store.folder_is_shared or not work or work["attempt"] <= max(work_numbers(folder), default=0):
+    if not work or work["attempt"] <= max(work_numbers(folder), default=0):
         return
     brought = folder.lease.load_work(work)
     make_folder(folder.path)

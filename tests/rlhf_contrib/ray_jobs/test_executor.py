@@ -1,3 +1,4 @@
+import shlex
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from pipelines.execution.run import PipelineRun
 from pipelines.flows.profile import load_profile
 from pipelines.services.home import Home
 from rlhf_contrib.ray_jobs import executor as ray_job
-from rlhf_contrib.ray_jobs.executor import OUTCOME, SPEC
+from rlhf_contrib.ray_jobs.executor import OUTCOME, SPEC, JobOutcome, write_outcome
 from rlhf_core.annotation.people import is_met
 from rlhf_core.annotation.proposing import Comparison, write_comparisons
 from rlhf_core.config.annotators import FileAnnotator
@@ -179,14 +180,25 @@ def test_a_result_that_is_there_counts_though_the_job_server_has_died(tmp_path, 
     assert run_toy(new_run(tmp_path, home), jobs).metrics == {"total": 1.5}
 
 
-def test_a_result_counts_that_a_job_has_committed_since_the_last_listing_of_the_bucket(tmp_path, monkeypatch):
+@pytest.mark.parametrize("writes", [True, False])
+def test_a_result_counts_that_a_job_has_committed_since_the_last_look_at_the_bucket(
+    tmp_path, home, jobs, monkeypatch, writes
+):
+    """The flow has just read that the last attempt failed. The job may be killed before it `writes` its outcome."""
     nodes = Nodes(tmp_path, monkeypatch)
-    flow, job, key = nodes.store("flow"), nodes.store("job"), stage_key(SPEC_OF_A_TOY)
-    with job.lease(key), flow.shared.snapshot(within_s=0.0):
-        assert flow.record(key) is None
-    run_stage(job, SPEC_OF_A_TOY)
-    assert flow.record(key) is None, "the listing is older than the result"
-    assert ray_job._has_result(flow, SPEC_OF_A_TOY, key)
+    job = nodes.store("job")
+    with pytest.raises(ValueError, match="step 2 went wrong"):
+        run_stage(job, replace(SPEC_OF_A_TOY, config=ToyConfig(trouble="raise:2")))
+
+    def submit(job_id: str, command: str, **_: Any) -> bool:
+        run_stage(job, SPEC_OF_A_TOY)
+        if writes:
+            write_outcome(Path(shlex.split(command)[-1]), JobOutcome("done"))
+        return True
+
+    monkeypatch.setattr(jobs, "submit", submit)
+    run = replace(new_run(tmp_path, home), store=nodes.store("flow"))
+    assert run_toy(run, jobs).metrics == {"total": 1.5}
 
 
 def test_a_flow_that_is_asked_to_stop_stops_its_job(tmp_path, home, jobs):

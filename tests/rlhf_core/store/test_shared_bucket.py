@@ -322,6 +322,23 @@ def test_a_hit_moves_a_label_back_once_its_node_has_not_noted_it_for_minutes(nod
         assert nodes.store("cy").latest("toy").handle == newest
 
 
+def test_a_label_means_what_was_made_last_however_recently_its_node_has_noted_it(nodes):
+    run_toy(nodes.store("ada"))
+    run_toy(nodes.store("ben"), toy_spec(ToyConfig(steps=4)))
+    made, _ = run_toy(nodes.store("ada"), force=True)
+    assert nodes.store("cy").latest("toy").handle == made
+
+
+def test_a_cache_that_cannot_be_written_costs_no_label(nodes):
+    ada = nodes.store("ada")
+    ada.create()
+    (ada.root / "cache").mkdir()
+    (ada.root / "cache" / "labels").write_text("a file in place of the folder")
+    made, _ = run_toy(ada, replace(toy_spec(), pipeline="night"))
+    cy = nodes.store("cy")
+    assert [cy.latest("toy", name).handle for name in ("", "night")] == [made, made]
+
+
 def test_a_short_stage_with_four_checkpoints_takes_thirty_requests(nodes):
     ada = nodes.store("ada")
     run_toy(ada)

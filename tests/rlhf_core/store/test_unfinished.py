@@ -44,6 +44,17 @@ def test_another_node_resumes_from_the_newest_checkpoint(nodes, store):
     assert _files(nodes) == [] and "work" not in ben.shared.read(name_of(KEY)).value
 
 
+def test_a_node_does_not_go_on_with_what_another_node_has_started_over(nodes):
+    with pytest.raises(ValueError, match="step 3 went wrong"):
+        _toy(nodes.store("ada"), "raise:3")
+    with pytest.raises(ValueError, match="step 1 went wrong"):
+        run_toy(nodes.store("ben"), toy_spec(ToyConfig(steps=4, trouble="raise:1")), force=True)
+    _, decision = _toy(nodes.store("ada"))
+    assert (decision.action, decision.step) == ("RUN", None), "as on a disk"
+    record = nodes.store("ada").record(KEY)
+    assert (record.attempts, record.resumed_from) == (3, None)
+
+
 def test_checkpoints_are_uploaded_while_the_stage_runs_and_only_the_last_one_stays(nodes, monkeypatch):
     monkeypatch.setattr(unfinished, "LOOK_SECONDS", 0.01)
     seen: list[str] = []
