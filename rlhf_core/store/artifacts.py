@@ -199,9 +199,9 @@ class ArtifactStore:
         """True if this node noted this value less than LABEL_S ago. Reading a label on a disk costs nothing: False."""
         note = self.root / "cache" / f"{_label(label, pipeline)}.json"
         known = None if self.shared.folder_is_shared else read_json(note)
-        return (
-            known is not None and value.items() <= known.items() and 0 <= time.time() - note.stat().st_mtime < LABEL_S
-        )
+        if known is None or not value.items() <= known.items():
+            return False
+        return 0 <= time.time() - note.stat().st_mtime < LABEL_S
 
     def is_external(self, ref: ArtifactRef) -> bool:
         """True if `ref` is a user's own folder, which this store neither keeps nor removes."""

@@ -219,10 +219,13 @@ def clear(folder: AttemptFolder, *, keep_metrics: bool, until: Attempt | None = 
 
 def drop_replaced(folder: AttemptFolder) -> None:
     """Remove the work on this node that an attempt, perhaps on another node, has not gone on with but started over."""
-    for before, after in reversed(list(pairwise(history(folder)))):
-        if before.status == "committed" or (after.forced and not after.continues):
-            clear(folder, keep_metrics=False, until=before)
-            return
+    replaced = [
+        before
+        for before, after in pairwise(history(folder))
+        if before.status == "committed" or (after.forced and not after.continues)
+    ]
+    if replaced:
+        clear(folder, keep_metrics=False, until=replaced[-1])
 
 
 def is_resumable(folder: AttemptFolder, finished: int) -> bool:
