@@ -59,7 +59,7 @@ _COUNT = re.compile(
     r"|(?:step|line|part|criteri(?:on|a)|paragraph|question|section|item|example|fact|sentence|claim)s?"
     rf"\s+{_DIGITS}|{_DIGITS}(?:\s*%\s*(?:of\s+)?(?!{_BEST}|{_UNIT}|overall)[^\W\d_]{{3,}}"
     rf"|\s+{_UNIT}\s+(?:off|lost|deducted|missing)|(?:\s*(?:/|(?:out\s+)?of)\s*(?:the\s+|its\s+|all\s+)?{_DIGITS})?"
-    rf"[\s-]+(?:[^\W\d_]+\s+)?(?!{_UNIT}|(?:\w?[ai]s|this|plus|minus|less|means|flawless)\b)"
+    rf"[\s-]+(?:(?!for\s)[^\W\d_]+\s+)?(?!{_UNIT}|(?:\w?[ai]s|this|plus|minus|less|means|flawless)\b)"
     r"(?:[^\W\d_]{2,}s|criteria|people|error|mistake|typo|flaw|issue|problem|list|accuracy)\b))",
     re.IGNORECASE,
 )
@@ -72,7 +72,7 @@ _GOES_ON = re.compile(
     r"|no|actually|rather|or|oops|wait|sorry|hmm|i\s+mean|make\s+(?:that|it)|so(?=\W+\d)|my\s+(?:\w+\s+)?(?:score|rating)"
     r"|i(?:(?:['’]d|\s+would)\s+(?:rather\s+)?(?:say|raise|lower|go\s+(?:with|for))|\s+(?:will|now)\s+(?:give|rate|score))|scratch\s+that|correction"
     r"|(?:well\W+)?(?:up)?on\s+(?:reflection|reconsideration|second\s+thoughts?)|edit|let\s+me\s+(?:revise|correct|adjust|change)"
-    r"|i\s+(?:change|revise|adjust)|i\s+think(?=\W+\d)|(?:down|up)graded|(?:lowered|raised|reduced|adjusted|changed)\s+to"
+    r"|i\s+(?:change|revise|adjust)|i\s+think(?=\W+\d)|(?:down|up)graded|(?:lowered|raised|reduced|adjusted|changed)\s+to|minus"
     r"|after\s+(?:\w+\s*:|(?:an?\s+|the\s+)?(?:penalty|deduction|adjust\w*))|(?:score|rating|grade)\s*[:=]"
     r"|(?:final|total|overall|adjusted|revised)(?:\s+\w+)?\s*[:=])(?![^\W_]))",
     re.IGNORECASE,

@@ -324,7 +324,7 @@ def test_a_score_that_a_later_word_changes_is_asked_for_again(text, high):
     "text",
     [
         *("Score: 6. Well, upon reconsideration, 4.", "Score: 6\n\nUpon reconsideration: 4", "Score: 6. Let me adjust to 4."),
-        *("Score: 6. That seems too high. I'd go with 4.", "Score: 6. I think 4 is fairer."),
+        *("Score: 6. That seems too high. I'd go with 4.", "Score: 6. I think 4 is fairer.", "Score: 6. Minus 2 for errors.", "Score: 9 for style, 3 for accuracy"),
         *("Score: 6. Downgraded to 4 because of the typo.", "Score: 6. After a penalty of 2, it is 4."),
         *("Score: 4. Where 1 is awful and 5 is flawless.", "Score: 4. (1=awful, 5=flawless)", "With 5 as the ideal.\nScore: 4"),
         *("I rate on 1..5.\nScore: 4", "Score: 4. My grades run 0 through 5.", "Score: 1 (worst)", "Score: 1 - the lowest score."),
