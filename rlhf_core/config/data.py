@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -292,9 +293,11 @@ def _instead(table: Mapping[str, Any], told: list[str]) -> str:
     plain = [f"columns.{name}" for name in (*FORMER_COLUMNS, *FORMER_ADDED_COLUMNS)]
     if not set(told) <= set(plain):
         return f"remove it; `rlhf data {table.get('path', 'FILE')}` prints the function to paste that reads such rows"
-    lines = [f'row["{ours}"] = row.pop("{theirs}")' for ours, theirs in table["columns"].items()]
-    code = "".join(f"    {line}\n" for line in (*lines, "return row"))
-    return f'give the source function = "rows.py:to_row" and no `columns`, with rows.py beside the profile:\n\ndef to_row(row):\n{code}'
+    quoted = [
+        [json.dumps(name, ensure_ascii=False) for name in names] for names in table["columns"].items() if names[1]
+    ]
+    made = ", ".join(f"{ours}: row.pop({theirs})" for ours, theirs in quoted)
+    return f'give the source function = "rows.py:to_row" and no `columns`, with rows.py beside the profile:\n\ndef to_row(row):\n    return row | {{{made}}}\n'
 
 
 class Filters(Config):

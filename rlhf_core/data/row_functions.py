@@ -2,9 +2,11 @@
 
 A source names it: `function = "rows.py:to_row"`. It gets each row of the file, and returns a row in a known form, a list of
 several, or None to leave the row out. Names and meanings that the row does not decide stand in it in capitals: Python then
-refuses the function until its user has replaced them.
+refuses the function until its user has replaced them. Columns that it does not use stay in the row, so that those that
+belong to the prompt, and verdicts, are read or refused as in any other row.
 """
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
@@ -29,8 +31,15 @@ _VERDICTS = (
     *("winner", "preference", "overall_preference", "preferred", "better", "choice", "verdict", "vote", "chosen"),
     *("labels", "label"),
 )
-_NO_ANSWERS = re.compile(r"(\w+_)?(op|option|choice|ending|sentence|text|image|audio|video|model|id|score)s?_?")
+_NO_ANSWERS = re.compile(
+    r"(\w+_)?(op|option|choice|ending|sentence|text|image|audio|video|model|id|score"
+    r"|prompt|question|rationale|reason|explanation|critique|comment)s?_?"
+)
 _SIDES = (("a", "b"), ("A", "B"), ("first", "second"), ("left", "right"))
+_NAMED_SIDE = re.compile(
+    r"((the\W*)?(model|assistant|chatbot|system|candidate|answer|response|completion|output)[\W_]*)?", re.IGNORECASE
+)
+"""What may stand before a side: `model_a` says that a is better, `worse_a` does not."""
 _LISTS = ("completions", "responses", "generations", "answers", "candidates")
 _TEXTS = ("response", "completion", "text", "content", "answer", "generation")
 _BEST_FIRST = ("rank", "ranks")
@@ -97,12 +106,14 @@ def _comparison(row: Row) -> list[str]:
     first, second, verdict = found
     said = row[verdict]
     turns = isinstance(row[first], list)
-    prompt, last = ("sides[0][:-1]", "[-1:]") if turns else (_prompt(row, (first, second)), "")
-    lines = [f'sides, said = (row["{first}"], row["{second}"]), row["{verdict}"]']
-    made = f'{{"prompt": {prompt}, "chosen": chosen{last}, "rejected": rejected{last}}}'
+    prompt, last = ('"prompt": sides[0][:-1], ', "[-1:]") if turns else (_prompt(row, (first, second)), "")
+    lines = [f"sides, said = ({_cell(first)}, {_cell(second)}), {_cell(verdict)}"]
+    made = f'row | {{{prompt}"chosen": chosen{last}, "rejected": rejected{last}}}'
     if words := _both_words(said, (first, second)):
         one, other = words
-        lines += [f'chosen, rejected = {{"{one}": sides, "{other}": sides[::-1], "tie": (None, None)}}[said]']
+        lines += [
+            f'chosen, rejected = {{{_quoted(one)}: sides, {_quoted(other)}: sides[::-1], "tie": (None, None)}}[said]'
+        ]
         return [*lines, f"return chosen and {made}"]
     lines += ["chosen, rejected = sides if FIRST_IS_BETTER else sides[::-1]  # such as said == 1, or said < 0"]
     return [*lines, f"return None if TIE else {made}"]
@@ -114,7 +125,7 @@ def _ratings(row: Row) -> list[str]:
     answers = row[name] if name else ()
     if not isinstance(answers, list) or len(answers) < 2:
         return []
-    items, text = f'row["{name}"]', ""
+    items, text = _cell(name), ""
     if isinstance(answers[0], Mapping):
         text = f'["{_first(answers[0], _TEXTS) or "TEXT"}"]'
     beside = [one for one, numbers in row.items() if one != name and isinstance(numbers, list) and _numbers(numbers)]
@@ -122,28 +133,28 @@ def _ratings(row: Row) -> list[str]:
     if text and (own := _first(answers[0], (*_BEST_FIRST, *_BEST_LAST))):
         number, of = own, f'["{own}"]'
     elif number:
-        items, of, text = f'zip(row["{number}"], {items})', "[0]", f"[1]{text}"
+        items, of, text = f"zip({_cell(number)}, {items}, strict=True)", "[0]", f"[1]{text}"
     else:
         return []
     sign = "" if number in _BEST_FIRST else "-" if number in _BEST_LAST else "SIGN * "
-    made = f'"prompt": {_prompt(row)}, "chosen": best{text}, "rejected": worst{text}'
+    made = f'{_prompt(row)}"chosen": best{text}, "rejected": worst{text}'
     if sign == "-":
         made += f', "margin": float(best{of}) - float(worst{of})'
     return [
         f"best, *_, worst = sorted({items}, key=lambda one: {sign}float(one{of}))",
-        f"return {{{made}}} if float(best{of}) != float(worst{of}) else None",
+        f"return row | {{{made}}} if float(best{of}) != float(worst{of}) else None",
     ]
 
 
 def _judged(row: Row) -> list[str]:
     """One answer with a thumb or a reward."""
     judged = _first(row, ("thumbs", "reward"))
-    answer = _spelled(row, _NAMES["completion"])
-    if not judged or not answer:
+    answer, turns = (_spelled(row, _NAMES[name]) for name in ("completion", "messages"))
+    if not judged or not (answer or turns):
         return []
-    made = f'"prompt": {_prompt(row)}, "completion": row["{answer}"]'
+    made = f"{_prompt(row)}{_answer(row, answer)}" if answer else f'"messages": {_cell(turns)}'
     if judged == "reward":
-        return [f'return {{{made}, "label": row["reward"] > THRESHOLD}}']
+        return [f'return row | {{{made}, "label": float(row.pop("reward")) > THRESHOLD}}']
     said = row["thumbs"]
     up, down = "UP", "DOWN"
     if isinstance(said, str) and re.search("up|down", said, re.IGNORECASE):
@@ -152,8 +163,8 @@ def _judged(row: Row) -> list[str]:
             for word in ("up", "down")
         )
     return [
-        f'good = {{{up}: True, {down}: False, "": None, None: None}}[row["thumbs"]]',
-        f'return {{{made}, "label": good}} if good is not None else None',
+        f'good = {{{up}: True, {down}: False, "": None, None: None}}[row.pop("thumbs")]',
+        f'return row | {{{made}, "label": good}} if good is not None else None',
     ]
 
 
@@ -161,9 +172,7 @@ def _rated_pair(row: Row) -> list[str]:
     found = rated_pair(row)
     if not found:
         return []
-    names = [name for name in ("prompt", "chosen", "rejected") if name in row]
-    made = ", ".join(f'"{name}": row["{name}"]' for name in names)
-    return [f'return {{{made}, "margin": float(row["{found[0]}"]) - float(row["{found[1]}"])}}']
+    return [f'return row | {{"score_chosen": {_cell(found[0])}, "score_rejected": {_cell(found[1])}}}']
 
 
 def rated_pair(row: Row) -> tuple[str, str] | None:
@@ -173,7 +182,8 @@ def rated_pair(row: Row) -> tuple[str, str] | None:
 
 def _nested_label(row: Row) -> list[str]:
     inner = row.get("reward_model")
-    return [f'return {{"prompt": {_prompt(row)}, "label": row["reward_model"]["ground_truth"]}}'] if inner else []
+    made = f'{_prompt(row)}"label": row.pop("reward_model")["ground_truth"]'
+    return [f"return row | {{{made}}}"] if inner else []
 
 
 def _label_studio(row: Row) -> list[str]:
@@ -201,10 +211,12 @@ def _renamed(row: Row) -> list[str]:
     """A known form whose columns have other names."""
     for form in _FORMS:
         found = {ours: _spelled(row, _NAMES.get(ours, _PROMPTS)) for ours in form}
+        if found.get("prompt") == "instruction" and (answer := found.get("completion")):
+            return [f"return row | {{{_answer(row, answer)}}}"]
         if all(found.values()):
-            made = ", ".join(f'"{ours}": row["{theirs}"]' for ours, theirs in found.items())
-            return [f"return {{{made}}}"]
-    return [f'return {{"prompt": {_prompt(row)}, "completion": row["ANSWER"]}}']
+            made = ", ".join(f'"{ours}": {_cell(theirs)}' for ours, theirs in found.items())
+            return [f"return row | {{{made}}}"]
+    return [f"return row | {{{_prompt(row)}{_answer(row, 'ANSWER')}}}"]
 
 
 _RECIPES: tuple[Callable[[Row], list[str]], ...] = (
@@ -225,9 +237,23 @@ def _spelled(row: Row, names: tuple[str, ...]) -> str:
     return next((plain[name] for name in names if name in plain), "")
 
 
+def _quoted(text: str) -> str:
+    """A text as a literal of Python, whatever is in it."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _cell(name: str) -> str:
+    return f"row.pop({_quoted(name)})"
+
+
 def _prompt(row: Row, without: tuple[str, ...] = ()) -> str:
+    """The item with the prompt; none for `instruction`, which is read with its `input`."""
     name = _spelled({name: value for name, value in row.items() if name not in without}, _PROMPTS)
-    return f'row["{name or "PROMPT"}"]'
+    return "" if name == "instruction" else f'"prompt": {_cell(name or "PROMPT")}, '
+
+
+def _answer(row: Row, name: str) -> str:
+    return f'"{"output" if _prompt(row) == "" else "completion"}": {_cell(name)}'
 
 
 def _numbers(values: list[Any]) -> bool:
@@ -238,7 +264,7 @@ def _both_words(said: Any, names: tuple[str, str]) -> tuple[str, str] | None:
     """The verdicts for the first answer and for the second, if `said` names one of them."""
     for pair in (names, *_SIDES) if isinstance(said, str) else ():
         for word in pair:
-            if re.search(rf"(^|[\W_]){word}$", said):
-                stem = said.removesuffix(word)
+            stem = said.removesuffix(word)
+            if re.search(rf"(^|[\W_]){re.escape(word)}$", said) and _NAMED_SIDE.fullmatch(stem):
                 return stem + pair[0], stem + pair[1]
     return None

@@ -46,6 +46,7 @@ _VERDICTS = TRUTHS | {
 }
 """All words of verdicts where the column is known to hold some. Many are common answers, too, such as directions."""
 _MINUS_ONE = ("-1", "-1.0")
+_LOOKS = re.compile("[\ufe0e\ufe0f\U0001f3fb-\U0001f3ff]")
 _LONGEST_INTEGER = 4300  # most digits of an integer that Python parses by default
 
 
@@ -187,8 +188,12 @@ def probability(value: Any) -> float:
 
 
 def spelling(value: Any) -> str:
-    """Return a value as lower-case text without spaces around it."""
-    return str(value).strip().lower()
+    r"""Return a value as lower-case text without spaces around it; the color of a thumb says nothing.
+
+    >>> spelling(" \uff39es"), spelling("👍\U0001f3fd")
+    ('yes', '👍')
+    """
+    return _LOOKS.sub("", fold(str(value))).strip().lower()
 
 
 # ---------------------------------------------------------------- turns

@@ -38,14 +38,15 @@ _SCALE = re.compile(
 """A scale, named by its highest score, perhaps with the score `again`: `/10`, `(0-10)`, `10 is best`, `(8/10)`, `80%`."""
 _NUMERAL = rf"(?:{_DIGITS}|{'|'.join(_WORDS)})"
 _GAP = r"[\s:=_\"'|.-]*(?:[^\W\d_]+[\s:=_\"'|.-]+)"
-_SPAN = rf"(?:[-+]?{_NUMERAL}\s*(?:-|to|[–—…]|\.\.+)\s*)"
+_SPAN = rf"(?:[-+]?{_NUMERAL}\s*(?:-|to|through|[–—…]|\.\.+)\s*)"
+_IDEAL = r"(?:excellent|flawless|ideal|outstanding)"
 _STATED = re.compile(
     rf"(?<![^\W_])(?:(?:scale|likert|range|rubric|points){_GAP}{{0,3}}[\s:=(\[]*(?:{_RANGE}|{_SPAN})(?P<end>{_TOP})"
     rf"|(?:scor(?:es?|ing)|rat(?:ings?|e[ds]?)|grad(?:ing|e[ds]?)|marks?){_GAP}{{0,3}}"
-    rf"(?:[(\[]\s*{_SPAN}|(?:from|of|in|are|go)\s+{_SPAN}|between\s+{_NUMERAL}\s+and\s+)(?P<span>{_TOP})"
+    rf"(?:[(\[]\s*{_SPAN}|(?:from|of|in|are|go|on|run)\s+{_SPAN}|between\s+{_NUMERAL}\s+and\s+)(?P<span>{_TOP})"
     rf"|(?:scale|{_BEST}|full|possible|out\s+of|up\s+to|at\s+most|more\s+than|ends?\s+at|ceiling|bound|limit|[满滿]分"
     rf"|total\s+(?:points|marks)){_GAP}{{0,4}}?(?P<most>{_TOP})\s*(?:{_UNIT}|$|[).,;:!])"
-    rf"|(?:{_SPAN})?(?P<best>{_TOP})[\s-]*(?:{_UNIT}[\s-]*)?(?:scale|likert|=\s*(?:good|great)|(?:is|means)\s+excellent|\(\s*{_BEST}\s*\)"
+    rf"|(?:{_SPAN})?(?P<best>{_TOP})[\s-]*(?:{_UNIT}[\s-]*)?(?:scale|likert|=\s*(?:good|great|{_IDEAL})|(?:is|means|as\s+the)\s+{_IDEAL}|\(\s*{_BEST}\s*\)"
     r"|(?:is|=|:|being|as|means|would\s+be|the|(?:is\s+)?(?:reserved\s+)?for)\s*(?:an?\s+|the\s+|for\s+)?"
     rf"(?:{_BEST}|full)(?![^\W_]))|^\W*{_SPAN}(?P<alone>{_TOP})\W*$|^\W*(?P<legend>{_TOP})\s*\W\s*(?:{_BEST}|excellent)(?![^\W_]))",
     re.IGNORECASE,
@@ -58,7 +59,7 @@ _COUNT = re.compile(
     r"|(?:step|line|part|criteri(?:on|a)|paragraph|question|section|item|example|fact|sentence|claim)s?"
     rf"\s+{_DIGITS}|{_DIGITS}(?:\s*%\s*(?:of\s+)?(?!{_BEST}|{_UNIT}|overall)[^\W\d_]{{3,}}"
     rf"|\s+{_UNIT}\s+(?:off|lost|deducted|missing)|(?:\s*(?:/|(?:out\s+)?of)\s*(?:the\s+|its\s+|all\s+)?{_DIGITS})?"
-    rf"[\s-]+(?:[^\W\d_]+\s+)?(?!{_UNIT}|(?:\w?[ai]s|this|plus|minus|less|means)\b)"
+    rf"[\s-]+(?:(?!for\s)[^\W\d_]+\s+)?(?!{_UNIT}|(?:\w?[ai]s|this|plus|minus|less|means|flawless)\b)"
     r"(?:[^\W\d_]{2,}s|criteria|people|error|mistake|typo|flaw|issue|problem|list|accuracy)\b))",
     re.IGNORECASE,
 )
@@ -69,8 +70,10 @@ _GOES_ON = re.compile(
     rf"\d+\s+(?!{_UNIT}|{_BEST}|possible)[^\W\d_])|(?:(?:score|rating)\s+)?(?:on\s+an?"
     rf"|(?:(?:the|my|i\s+use)\s+)?(?:an?\s+)?scale|range|{_BEST}|per\s?cent\w*"
     r"|no|actually|rather|or|oops|wait|sorry|hmm|i\s+mean|make\s+(?:that|it)|so(?=\W+\d)|my\s+(?:\w+\s+)?(?:score|rating)"
-    r"|i(?:(?:['’]d|\s+would)\s+(?:rather\s+)?(?:say|raise|lower)|\s+(?:will|now)\s+(?:give|rate|score))|scratch\s+that|correction"
-    r"|on\s+reflection|edit|let\s+me\s+(?:revise|correct)|i\s+(?:change|revise)|after\s+\w+\s*:|(?:score|rating|grade)\s*[:=]"
+    r"|i(?:(?:['’]d|\s+would)\s+(?:rather\s+)?(?:say|raise|lower|go\s+(?:with|for))|\s+(?:will|now)\s+(?:give|rate|score))|scratch\s+that|correction"
+    r"|(?:well\W+)?(?:up)?on\s+(?:reflection|reconsideration|second\s+thoughts?)|edit|let\s+me\s+(?:revise|correct|adjust|change)"
+    r"|i\s+(?:change|revise|adjust)|i\s+think(?=\W+\d)|(?:down|up)graded|(?:lowered|raised|reduced|adjusted|changed)\s+to|minus"
+    r"|after\s+(?:\w+\s*:|(?:an?\s+|the\s+)?(?:penalty|deduction|adjust\w*))|(?:score|rating|grade)\s*[:=]"
     r"|(?:final|total|overall|adjusted|revised)(?:\s+\w+)?\s*[:=])(?![^\W_]))",
     re.IGNORECASE,
 )
@@ -92,6 +95,10 @@ _FULL = re.compile(
     re.IGNORECASE,
 )
 """After a score: the word that it is the highest."""
+_LEAST = re.compile(
+    r"\W*(?:the\s+)?(?:worst|lowest|minimum)(?:\s+(?:possible|score|marks?|rating))*\s*(?:[).,;!]|$)", re.IGNORECASE
+)
+"""After a score: the word that it is the lowest."""
 _OTHER_SCORE = re.compile(
     r"(?:max(?:imum)?\.?|min(?:imum)?|pass(?:ing)?|top|best|highest|possible|perfect|full)[\s*_]+(?:possible[\s*_]+)?$",
     re.IGNORECASE,
@@ -109,12 +116,13 @@ _NAMED_SCORE = re.compile(
 )
 """Before `score`, in its line: the score of something else, such as the style."""
 _MAXIMUM = re.compile(
-    r"(?:(?:score|rating|points?|total|marks?)[\W_]*)*(?:(?:out|of|max(?:imum)?|scale|range|possible|full|upper|bound"
-    r"|top|best|high(?:est)?|ceiling|denominator|perfect|units?)[\W_]*)+"
+    r"(?:(?:score|rating|rubric|points?|total|marks?)[\W_]*)*(?:(?:out|of|max(?:imum)?|scale|range|possible|full|upper|bound"
+    r"|top|best|high(?:est)?|ceiling|limit|denominator|perfect|units?)[\W_]*)+"
     r"(?:(?:score|rating|points?|total|marks?|value)[\W_]*)*",
     re.IGNORECASE,
 )
 """Names of fields for the highest score: `max_score`, `outOf`, `points possible`."""
+_REVISED = re.compile(r"(?:final|revised|adjusted|corrected|updated)[\W_]*(?:score|rating)", re.IGNORECASE)
 _SCORE = re.compile(r"score|rating", re.IGNORECASE)
 _SCALED_NAME = re.compile(
     rf"(score[\s*_]*)[(\[](?:out\s+of\s|max\w*\.?\s|{_SPAN})\s*{_TOP}\s*{_UNIT}?[)\]](?=[\s*_]*[:=])", re.IGNORECASE
@@ -130,6 +138,8 @@ _THOUGHTS, _THOUGHTS_END = (
     re.compile(rf"(?:<{end}(?:seed:)?(?:think(?:ing)?|thoughts?)>|\[{end}THINK\]|◁{end}think▷)", re.IGNORECASE)
     for end in ("", "/")
 )
+_OF_ANSWER = re.compile(r"(?<![^\W_])(?:[B-H]|A(?=\W*$)|(?i:first|second|third|fourth|last|former|latter))(?![^\W_])")
+"""The name of an answer beside a score in a list, whose order may be another one."""
 _NUMBERED = re.compile(r"\d+[.)]\s+\W*\d")
 _BRACE = re.compile(r'"(?:\\.|[^"\\])*"|[{}]', re.DOTALL)
 _OPENING, _LIST = re.compile(r"[\[{]"), re.compile(r"\[\s*\{")
@@ -166,6 +176,10 @@ def read_scores(
         raise ValueError(f"the judge's scores {str(found)[:80]!r} are not one for each of the {count} answers")
     if any(isinstance(one, str) and _NUMBERED.match(one.strip()) for one in given):
         raise ValueError(f"the judge's scores {str(found)[:80]!r} are numbered; give the scores alone")
+    if any(isinstance(one, str) and _OF_ANSWER.search(one) for one in given):
+        raise ValueError(
+            f"the judge's scores {str(found)[:80]!r} name answers; give the scores alone, in the order shown"
+        )
     return [_checked(one, low, high) for one in given]
 
 
@@ -197,6 +211,8 @@ def read_number(text: str, *, low: float, high: float) -> float:
     left = _without_scales(" ; ".join([first, *more]), high, value)
     if value != high and _FULL.match(first):
         raise ValueError(f"the judge's score {shown!r} is its highest; scores go up to {high:g}")
+    if value != low and _LEAST.match(first):
+        raise ValueError(f"the judge's score {shown!r} is its lowest; scores begin with {low:g}")
     if (
         any(map(_SPELLED.search, more))
         or re.fullmatch(r"[-+]?[1-9]\d{0,2},\d{3}", number[0])
@@ -229,6 +245,8 @@ def _check_sentences(text: str, verdict: PatternVerdict | JsonVerdict, high: flo
             tops = re.findall(_TOP, f"{said}".replace("percent", "100").replace("%", "100"), re.IGNORECASE)
             if tops and _MAXIMUM.fullmatch(name) and _plain(tops[-1]) != high:
                 raise ValueError(f"the judge's score is on another scale: {name} is {said!r}, not {high:g}")
+            if _REVISED.fullmatch(name) and isinstance(said, (int, float)) and not math.isnan(value) and said != value:
+                raise ValueError(f"the judge's reply has two scores: {value:g}, and {name} is {said!r}")
         texts = "\n".join(said for said in fields.values() if isinstance(said, str))
         rest = f"{rest[:start]} {value:g} {rest[end:]}\n{texts}"
     for sentence in _STATEMENT.split(_unmarked(_STARS.sub(lambda stars: f" out of {len(stars[0])}. ", rest))):

@@ -322,6 +322,7 @@ def rows(*labels: Any) -> list[dict[str, Any]]:
         (("true", 1, 0), "verdict"),
         (("chosen", "rejected"), "verdict"),
         (("👍", "👎"), "verdict"),
+        (("👍🏽", "👎🏿", "👍️", "👎"), "verdict"),  # in colors, and with the sign for emoji
         (("1", "2", "0"), "answer"),
         ((1.0, 0.5), "answer"),
         (("Paris", "4", "Rome"), "answer"),

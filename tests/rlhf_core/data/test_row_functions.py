@@ -159,6 +159,91 @@ def test_the_function_of_the_error_gives_columns_the_names_of_a_known_form(tmp_p
     assert (prompt.messages[0].content, prompt.label) == ("2+2?", label)
 
 
+@pytest.mark.parametrize(
+    ("row", "decisions"),
+    [
+        ({'my "question"': "2+2?", "answer \\t'x' 1": "5", "answer \\t'x' 2": "4", "winner": 'the "model" 2'}, {"PROMPT": r'my \\"question\\"'}),
+        ({"question\n": "2+2?", "answer_1": "5", "answer_2": "4", "winner": 2}, {}),
+        ({"query": "2+2?", "answers": ["5", "4"], 'my "score"': [1, 2]}, {"SIGN": "-1"}),
+    ],
+)  # fmt: skip
+def test_names_with_quotes_are_quoted(tmp_path, row, decisions):
+    decisions = decisions | ({"FIRST_IS_BETTER": "False", "TIE": "False"} if "winner" in row else {})
+    tables, _ = read_with_paste(tmp_path, [row], "preferences", decisions)
+    (pair,) = tables["preferences"]
+    assert [pair.prompt[0].content, pair.chosen[0].content, pair.rejected[0].content] == ["2+2?", "4", "5"]
+
+
+@pytest.mark.parametrize("verdict", ["worse_b", "not b", "model_a over model_b", "-b"])
+def test_a_verdict_that_may_mean_the_reverse_is_left_to_the_user(verdict):
+    function = inspect_row(sides(winner=verdict))
+    assert "first replace FIRST_IS_BETTER, TIE" in function and "[said]" not in function
+
+
+def inspect_row(row: dict[str, Any]) -> str:
+    with pytest.raises(UnknownForm) as refused:
+        detect(row)
+    return refused.value.function
+
+
+def test_lists_of_two_lengths_are_malformed(tmp_path):
+    row = {"prompt": "2+2?", "responses": ["5", "4", "6"], "scores": [1, 2]}
+    with pytest.raises(DataError, match="the function failed: ValueError: zip"):
+        read_with_paste(tmp_path, [row], "preferences", {})
+
+
+def test_a_comparison_takes_answers_and_not_what_is_said_of_them():
+    row = sides(
+        winner="b",
+        rationale_a="It is wrong, since",
+        rationale_b="It is right",
+        prompt_a="Long " * 9,
+        prompt_b="Long " * 8,
+    )
+    assert '(row.pop("answer_a"), row.pop("answer_b"))' in inspect_row(row)
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt", "kind"),
+    [
+        ({"output_1": "5", "output_2": "4", "preference": "second"}, "Add\n2+2", "preferences"),
+        ({"output": "4", "thumbs": "up"}, "Add\n2+2", "feedback"),
+        ({"response": "4"}, "Add\n2+2", "demonstrations"),
+    ],
+)
+def test_the_input_of_an_instruction_stays(tmp_path, row, prompt, kind):
+    row = {"instruction": "Add", "input": "2+2", "system": "Be exact."} | row
+    use = "demonstrations" if kind == "demonstrations" else "preferences"
+    tables, _ = read_with_paste(tmp_path, [row], use, {})
+    (made,) = tables[kind]
+    turns = made.messages if kind == "demonstrations" else made.prompt
+    assert [turn.content for turn in turns[:2]] == ["Be exact.", prompt]
+
+
+@pytest.mark.parametrize(
+    "row", [sides(winner="b", passage="2+2=4"), {"Question": "2+2?", "Reply": "4", "passage": "2+2=4"}]
+)
+def test_a_function_does_not_leave_out_a_part_of_the_prompt(tmp_path, row):
+    with pytest.raises(DataError, match=r"a part of the prompt: \['passage'\] would be left out"):
+        read_with_paste(tmp_path, [row], "preferences", {})
+
+
+def test_a_bad_conversation_is_not_imitated_by_its_function(tmp_path):
+    rows = [
+        {"messages": [{"role": "user", "content": f"q {n}"}, *said("4")[1:]], "thumbs": thumb}
+        for n, thumb in enumerate(("up", "down"))
+    ]
+    tables, _ = read_with_paste(tmp_path, rows, "preferences", {})
+    assert {row.prompt[0].content: row.desirable for row in tables["feedback"]} == {"q 0": True, "q 1": False}
+
+
+def test_a_pair_with_equal_ratings_is_a_tie_in_its_function(tmp_path):
+    rated = {"chosen": "4", "rejected": "5", "chosen_score": 3}
+    rows = [{"question": f"{n}?", "rejected_score": n} | rated for n in range(1, 4)]
+    tables, report = read_with_paste(tmp_path, rows, "preferences", {})
+    assert [row.margin for row in tables["preferences"]] == [2, 1] and [drop.kind for drop in report.drops] == ["tie"]
+
+
 def test_columns_whose_names_mean_nothing_are_left_to_the_user(tmp_path):
     tables, _ = read_with_paste(tmp_path, [{"a": "2+2?", "b": "4"}], "demonstrations", {"PROMPT": "a", "ANSWER": "b"})
     assert [[turn.content for turn in row.messages] for row in tables["demonstrations"]] == [["2+2?", "4"]]
@@ -271,6 +356,13 @@ def test_a_column_of_before_is_refused_with_the_function_that_renames_it(tmp_pat
     assert [(row.messages[0].content, row.label) for row in tables["prompts"]] == [
         ("2+2?", "4")
     ] and not report.not_read["s"]
+
+
+def test_names_that_are_swapped_or_have_quotes_are_renamed_at_once():
+    code = refused_option(columns={"question": "answer", "answer": 'question "x"'}).partition("\n\n")[2]
+    made: dict[str, Any] = {}
+    exec(code.partition("\n [type")[0], made)
+    assert made["to_row"]({"answer": "2+2?", 'question "x"': "4"}) == {"question": "2+2?", "answer": "4"}
 
 
 def test_the_defaults_of_before_are_read_and_stay_in_the_json():

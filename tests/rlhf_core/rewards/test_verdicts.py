@@ -320,6 +320,41 @@ def test_a_score_that_a_later_word_changes_is_asked_for_again(text, high):
         read_score(text, PatternVerdict(), low=0, high=high)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("Score: 6. Well, upon reconsideration, 4.", "Score: 6\n\nUpon reconsideration: 4", "Score: 6. Let me adjust to 4."),
+        *("Score: 6. That seems too high. I'd go with 4.", "Score: 6. I think 4 is fairer.", "Score: 6. Minus 2 for errors.", "Score: 9 for style, 3 for accuracy"),
+        *("Score: 6. Downgraded to 4 because of the typo.", "Score: 6. After a penalty of 2, it is 4."),
+        *("Score: 4. Where 1 is awful and 5 is flawless.", "Score: 4. (1=awful, 5=flawless)", "With 5 as the ideal.\nScore: 4"),
+        *("I rate on 1..5.\nScore: 4", "Score: 4. My grades run 0 through 5.", "Score: 1 (worst)", "Score: 1 - the lowest score."),
+    ],
+)  # fmt: skip
+def test_other_words_that_change_a_score_or_its_scale_are_understood(text):
+    with pytest.raises(ValueError, match="judge's"):
+        read_score(text, PatternVerdict(), low=0, high=10)
+
+
+def test_the_lowest_score_may_be_called_so():
+    assert read_score("Score: 1 (worst)", PatternVerdict(), low=1, high=5) == 1
+    assert read_score("Score: 3. Worst part: the end.", PatternVerdict(), low=1, high=5) == 3
+
+
+@pytest.mark.parametrize("other", ['"final_score": 4', '"revised_score": 4', '"limit": 5', '"rubric_max": 5'])
+def test_another_field_may_say_what_the_score_is(other):
+    with pytest.raises(ValueError, match=r"two scores|another scale"):
+        read_score(f'{{"score": 8, {other}}}', JsonVerdict(), low=0, high=10)
+    assert read_score('{"score": 8, "final_score": 8, "limit": 10}', JsonVerdict(), low=0, high=10) == 8
+
+
+@pytest.mark.parametrize(
+    "said", ["8 (second), 1 (first)", "8 (B), 1 (A)", "8 for the second, 1 for the first", "8 - latter, 1"]
+)
+def test_scores_with_names_of_answers_may_be_in_another_order(said):
+    with pytest.raises(ValueError, match="name answers"):
+        read_scores(f"Scores: {said}", PatternVerdict(pattern=r"Scores: (.*)"), count=2, low=0, high=10)
+
+
 @pytest.mark.parametrize("after", ["No wait: 6", "\nActually 6.", "\n\nCorrection: 6", "// out of 100"])
 def test_an_object_that_a_later_word_changes_is_asked_for_again(after):
     with pytest.raises(ValueError, match="judge's"):
