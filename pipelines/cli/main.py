@@ -315,7 +315,8 @@ def _verb(options: argparse.Namespace) -> Callable[[argparse.Namespace], int | N
 
 def when_planned(*arguments: Any) -> None:
     """Call `WHEN_PLANNED` with the configuration, the planned stages and the store of a run."""
-    if importlib.util.find_spec(WHEN_PLANNED.partition(".")[0]) is not None:
+    topic = WHEN_PLANNED.rpartition(".")[0]
+    if all(map(importlib.util.find_spec, (topic.partition(".")[0], topic))):
         _function_at(WHEN_PLANNED)(*arguments)
 
 

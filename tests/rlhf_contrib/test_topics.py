@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from pydantic import TypeAdapter
 
-from pipelines.cli.main import ESTIMATE, VERBS, main
+from pipelines.cli.main import ESTIMATE, VERBS, main, when_planned
 from rlhf_core.config.agent_modules import AGENT_MODULES
 from rlhf_core.config.agents import AgentConfig
 from rlhf_core.config.data import ArithmeticWorld, InstructionsWorld, MixedWorlds, SupportWorld
@@ -60,6 +60,12 @@ def test_a_command_of_a_topic_is_in_it_and_says_so_if_the_topic_is_missing(verb,
         f"rlhf {verb.split()[0]}: needs {module}, which is not installed; "
         "install the whole wheel of rlhf-lifecycle, which has all topics\n"
     )
+
+
+@pytest.mark.parametrize("missing", ["no_such_package.planner.verb:warn", "rlhf_contrib.no_such_topic.verb:warn"])
+def test_a_run_goes_on_without_the_topic_that_looks_at_its_plan(missing, monkeypatch):
+    monkeypatch.setattr("pipelines.cli.main.WHEN_PLANNED", missing)
+    when_planned("config", "planned", "store")
 
 
 def test_the_core_names_topics_only_in_its_tables_and_in_former_modules():
