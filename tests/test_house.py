@@ -22,10 +22,10 @@ LONG_FUNCTION, LONG_FILE = 60, 650  # lines
 LONG_STRING = 2000  # characters
 
 HELD = {
-    "class names used twice": 16,
+    "class names used twice": 14,
     "function names in several modules": 118,
     "tokens per line": 6.8,
-    "tokens of the core": 505_000,
+    "tokens of the core": 502_500,
 }
 """Figure of the packages -> its limit. Lower a limit when the figure falls; never raise it."""
 # The core's limit is its size when topics moved to rlhf_contrib, plus 10,000, and 3,300 for router replay and adapters of

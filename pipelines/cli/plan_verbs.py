@@ -38,7 +38,7 @@ def plan_options(parser: argparse.ArgumentParser) -> None:
         "--estimate", action="store_true", help="predict memory and time of each stage; refuse what does not fit"
     )
     parser.add_argument(
-        "--on", default="", metavar="HARDWARE", help="h100 (default with GPUs), a100, rtx4090, ..., or cpu"
+        "--on", default="", metavar="HARDWARE", help="with --estimate: h100 (default with GPUs), rtx4090, ..., cpu"
     )
     parser.add_argument(
         "--host-gib", type=float, default=0.0, help="with --estimate: host memory of a node of GPUs, in GiB"
@@ -49,6 +49,9 @@ def plan_options(parser: argparse.ArgumentParser) -> None:
 
 def plan(options: argparse.Namespace) -> None:
     """Print the decision for every stage, how many stages run, and how long they took last time."""
+    for option in ("on", "host_gib", "terms"):
+        if value := getattr(options, option):
+            raise ConfigError(f"--{option.replace('_', '-')}", value, "belongs to an estimate", "add --estimate")
     request = RunRequest.from_parameters(vars(options))
     config, store, planned = planned_stages(request)
     found = outlook(planned, store)

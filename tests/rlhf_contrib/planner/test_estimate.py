@@ -254,6 +254,12 @@ def test_host_memory_is_what_a_user_says(tmp_path, monkeypatch, capsys):
     assert "GB on each node of 137.4" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", [["--on", "h100"], ["--host-gib", "128"], ["--terms"]])
+def test_an_option_of_the_estimate_is_refused_without_it(words, capsys):
+    assert main(["plan", "one_gpu/full", *words]) == 2
+    assert "belongs to an estimate; add --estimate" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("groups", "files"),
     [
