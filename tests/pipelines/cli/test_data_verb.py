@@ -38,7 +38,7 @@ def test_unknown_columns_get_the_function_to_paste(tmp_path, capsys):
     assert main(["data", str(tmp_path / "own.csv"), str(tmp_path / "other.csv")]) == 2
     out = capsys.readouterr().out
     assert "malformed: unknown columns" in out and "\x1b" not in out
-    assert 'def to_row(row):\n    return {"prompt": row["ask"], "completion": row["ANSWER"]}' in out
+    assert 'def to_row(row):\n    return row | {"prompt": row.pop("ask"), "completion": row.pop("ANSWER")}' in out
 
 
 def test_the_sources_of_a_profile_are_described_with_their_tables(questions, tmp_path, capsys):
