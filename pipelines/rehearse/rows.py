@@ -113,7 +113,7 @@ def run(
 
 def write_used_tokens(source: Path, target: Path) -> None:
     """Write the model in `source` with a row of its embeddings for each token of its tokenizer."""
-    model = AutoModelForCausalLM.from_pretrained(source)
+    model = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=False)
     model.resize_token_embeddings(len(load_tokenizer(source)))
     export_model(model, target, tokenizer_from=source)
 
