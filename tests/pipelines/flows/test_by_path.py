@@ -1,5 +1,6 @@
 """A stage, a sampler and a reward of a user's package, named by path in a profile: read, planned, run, and in the keys."""
 
+import argparse
 import importlib
 import json
 import re
@@ -7,11 +8,11 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from pipelines.cli.plan_verbs import plan as plan_verb
+from pipelines.cli.plan_verbs import plan_options
 from pipelines.execution.executor import RunContext, RunOptions
 from pipelines.execution.opening import open_executor, open_run, plan_run, store_of
 from pipelines.execution.run import run_stages
@@ -230,14 +231,12 @@ def test_a_package_has_its_work_in_run_without_naming_it(config, home, desk):
 
 def test_plan_names_the_files_that_a_run_will_import(config, home, monkeypatch, capsys):
     monkeypatch.setenv("RLHF_HOME", str(home.root))
-    options = SimpleNamespace(
-        profile="desk.toml", overrides=[], until="", force=[], strict_code=False, strict_env=False, json=True
-    )
-    plan_verb(options)
+    parser = argparse.ArgumentParser()
+    plan_options(parser)
+    plan_verb(parser.parse_args(["desk.toml", "--json"]))
     files = ["__init__", "fixed", "options", "rewards", "samplers", "shorten", "stages"]
     assert sorted(json.loads(capsys.readouterr().out)["imports"]) == [f"desk/{name}.py" for name in files]
-    options.json = False
-    plan_verb(options)
+    plan_verb(parser.parse_args(["desk.toml"]))
     assert "imports: desk/" in capsys.readouterr().out
 
 
