@@ -47,12 +47,11 @@ class Repeat:
 
 def results(home: Path) -> dict[str, StageResult]:
     """Return label -> result of all stages that the store of a state folder has a record of."""
-    return dict(every_result(home))
+    return dict(every_result(ArtifactStore(home / "store")))
 
 
-def every_result(home: Path) -> list[tuple[str, StageResult]]:
-    """Return (label, result) of every record in the store, oldest first: a label that was made twice is there twice."""
-    store = ArtifactStore(home / "store")
+def every_result(store: ArtifactStore) -> list[tuple[str, StageResult]]:
+    """Return (label, result) of every record in a store, oldest first: a label that was made twice is there twice."""
     return [(record.label, _result(store, record)) for record in store.records()]
 
 
@@ -62,9 +61,9 @@ def problems(home: Path, twin: Mapping[str, StageResult], *, tracked: bool = Tru
     The digests must be those of `twin`, an uninterrupted run; the store whole; every curve told once, with `tracked`
     also in MLflow.
     """
-    every = every_result(home)
-    found, published = dict(every), sum(label == "publish" for label, _ in every)
     store = ArtifactStore(home / "store")
+    every = every_result(store)
+    found, published = dict(every), sum(label == "publish" for label, _ in every)
     return [
         *differences(found, twin),
         *(f"damaged object {damage.digest[:12]}: {damage.problem}" for damage in store.verify()),

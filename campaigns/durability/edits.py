@@ -16,6 +16,7 @@ from campaigns.durability.checks import StageResult
 from campaigns.durability.instants import AtTime, InStage, Instant
 from campaigns.durability.lives import Life, Peace
 from campaigns.durability.pipeline import LOG, EventLog, Setup, read_events
+from rlhf_core.store.artifacts import ArtifactStore
 
 Edit = Literal["comment", "result"]
 USER = "ppo"
@@ -123,7 +124,7 @@ def mixtures(home: Path, peace: Peace) -> list[str]:
     twins = {one.key: one for twin in (peace.results, peace.edited) for one in twin.values()}
     return [
         f"{label} of key {one.key[:12]}: " + ("in no twin" if one.key not in twins else "not as the twin of its file")
-        for label, one in checks.every_result(home)
+        for label, one in checks.every_result(ArtifactStore(home / "store"))
         if one.key not in twins or list(checks.differences({label: one}, {label: twins[one.key]}))
     ]
 

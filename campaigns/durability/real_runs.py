@@ -161,15 +161,20 @@ def new_home(home: Path) -> Path:
     return home
 
 
-def start(home: Path, believed: Skew | None = None, *, verb: str = "run") -> Run:
-    """Start `rlhf run` on the profile of `home`, or another verb; `believed` says what it takes for its machine and time."""
+def start(
+    home: Path, believed: Skew | None = None, *, verb: str = "run", variables: Mapping[str, str] | None = None
+) -> Run:
+    """Start `rlhf run` on the profile of `home`, or another verb; `believed` says what it takes for its machine and time.
+
+    `variables` of the environment are those of this process, and these.
+    """
     module = ["pipelines.cli.main"] if believed is None else command.command(believed)
     arguments = ["run", str(home / PROFILE)] if verb == "run" else [verb]
     log = home / f"output-{len(logs(home))}.log"
     with log.open("w", encoding="utf-8") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", *module, *arguments],
-            env=os.environ | {"RLHF_HOME": str(home), "PYTHONUNBUFFERED": "1"},
+            env=os.environ | {"RLHF_HOME": str(home), "PYTHONUNBUFFERED": "1"} | dict(variables or {}),
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
