@@ -38,10 +38,6 @@ logger = logging.getLogger(__name__)
 
 RECORDS, OBJECTS = "records.json", "objects.json"
 
-Status = list[int]
-"""Inode, size in bytes, and modification time in nanoseconds."""
-
-
 @dataclass(frozen=True, slots=True)
 class Row:
     """The listed fields of a key record. `digest` is the artifact's, `object` is that of the object that holds it."""
@@ -160,7 +156,7 @@ def _manifest(folder: str, entry: list[Any] | None) -> list[Any] | None:
     """Return the status of the object's manifest and its file sizes by path; None without a manifest."""
     path = f"{folder}{os.sep}{MANIFEST}"
     try:
-        status = _status(os.stat(path))  # noqa: PTH116  # ten thousand times
+        status = identity(os.stat(path))  # noqa: PTH116  # ten thousand times
     except (FileNotFoundError, NotADirectoryError):
         return None
     if entry is not None and entry[0] == status:
@@ -225,5 +221,9 @@ def _maker() -> str:
     return sha256_text(sys.version + "".join((package / name).read_text(encoding="utf-8") for name in names))[:16]
 
 
-def _status(status: os.stat_result) -> Status:
-    return [status.st_ino, status.st_size, status.st_mtime_ns]
+def identity(status: os.stat_result) -> list[int]:
+    """Return values that change when a file is replaced or written to, even if its modification time stays.
+
+    They are inode, size in bytes, times of modification and of change in nanoseconds, and device.
+    """
+    return [status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_dev]

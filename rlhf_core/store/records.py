@@ -99,8 +99,7 @@ class KeyRecord(Provenance):
 
 def stored_handle(handle: ArtifactRef) -> dict[str, Any]:
     """Return a handle as a JSON table with the name of its type, to be read by `restore_handle`."""
-    fields: dict[str, Any] = json.loads(handle.model_dump_json())
-    return {"type": type(handle).__name__, "fields": fields}
+    return {"type": type(handle).__name__, "fields": handle.model_dump(mode="json")}
 
 
 def restore_handle(stored: Mapping[str, Any]) -> ArtifactRef:
