@@ -119,10 +119,20 @@ def _round(
             print(f"{folder.name}: {name} killed at {at}{', its own process alone' if alone else ''}", flush=True)
     problems = [f"{name}: {how}" for name, run in runs.items() if (how := real_runs.finish(run)) != "completed"]
     logs = [log for node in nodes.values() for log in real_runs.logs(node.home)]
-    made = Counter(label for log in logs for label in real_runs.seconds(log))
+    made = Counter(label for log in logs for label in _computed(log))
     problems += [f"{label}: computed {number} times" for label, number in made.items() if number > 1]
     proxy.choose = lambda line: ""
     return hit, [f"{folder.name}: {problem}" for problem in [*problems, *_problems(folder, place, twin)]]
+
+
+def _computed(log: Path) -> Iterator[str]:
+    """Yield the stages that a run has computed to their end: it neither found their result nor waited for it."""
+    actions: dict[str, str] = {}
+    for event in real_runs.events(log):
+        if event["event"] == "started":
+            actions[event["label"]] = event["action"]
+        elif actions.get(event["label"]) in ("RUN", "RESUME"):
+            yield event["label"]
 
 
 def _problems(folder: Path, place: str, twin: Mapping[str, StageResult]) -> Iterator[str]:

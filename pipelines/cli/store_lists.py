@@ -75,7 +75,7 @@ def store_ls(options: argparse.Namespace) -> None:
     store = _opened(options)
     layout = StoreLayout(store.folder)
     rows, unreadable, aside = index.rows(store, layout)
-    states = index.states(store, layout, {row.object for row in rows})
+    states = index.states(store, {row.object for row in rows})
     if options.json:
         artifacts = [asdict(row) | asdict(states[row.object]) for row in reversed(rows)]
         rest = {"unreadable": unreadable, "quarantine": [asdict(one) for one in aside]}

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 
 from rlhf_core.errors import ArtifactError
 from rlhf_core.interfaces import Runtime, StageTracker
@@ -27,7 +26,7 @@ from rlhf_core.store import attempts
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.attempts import Attempt, AttemptFolder, Status
 from rlhf_core.store.layout import CHECKPOINTS, naming_disk_errors
-from rlhf_core.store.leases import Lease, Lost, Owner
+from rlhf_core.store.leases import Lease, Owner
 from rlhf_core.store.records import KeyRecord
 from rlhf_core.store.unfinished import bring_work, keeping
 from rlhf_core.types import ArtifactRef, GenerationsRef, ModelRef, ReportRef, RolloutsRef
@@ -191,8 +190,6 @@ def _finish(
     except ArtifactError as error:  # after the commit: the result exists, also for the process that took over
         logger.warning("%s: %s", run.spec.label, error)
     attempts.clear(folder, keep_metrics=True, until=run.attempt)
-    with suppress(Lost):  # the result exists: who took over removes the rest
-        run.lease.forget_work()
     attempts.give_way(folder, run.attempt)
     return handle
 

@@ -247,7 +247,8 @@ class ArtifactStore:
                 if pin:
                     roots.pin(self.shared, digest, pin)
 
-            lease.commit(digest, out, files, stored, when_added=protect)
+            work = attempts.stored_metrics(self.attempts(lease.key, lease), record.attempts)
+            lease.commit(digest, out, files, stored, work=work, when_added=protect)
         return handle
 
     def adopt(self, record: KeyRecord, folder: Path) -> bool:
@@ -315,7 +316,7 @@ class ArtifactStore:
             ended = attempts.abandon(folder, committed=committed)
             if record is not None and not attempts.is_resumable(folder, record.attempts):
                 attempts.clear(folder, keep_metrics=True)
-                lease.forget_work()
+                lease.forget_work(after=record.attempts)
         return ended
 
     # ------------------------------------------------------------ private

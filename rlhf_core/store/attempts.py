@@ -14,10 +14,11 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
+from rlhf_core.store.bucket import BucketStore
 from rlhf_core.store.layout import (
     CHECKPOINTS,
     make_folder,
@@ -189,8 +190,25 @@ def checkpoints(folder: AttemptFolder) -> Path:
 
 
 def metrics(folder: AttemptFolder) -> Path:
-    """Return the metrics file of all attempts that resumed from one another; it may not exist."""
+    """Return the metrics file of all attempts that resumed from one another; it may not exist.
+
+    If a later attempt on another node has stored it in the bucket, it is fetched from there.
+    """
+    if isinstance(folder.store, BucketStore) and folder.lease is None:
+        found = folder.store.recent(name_of(folder.key))
+        work = {} if found is None else found.value.get("work") or {}
+        if METRICS in work.get("files", {}) and work["attempt"] > max(work_numbers(folder), default=0):
+            return folder.store.gather(folder.key, {METRICS: work["files"][METRICS]}) / METRICS
     return latest_work(folder) / METRICS
+
+
+def stored_metrics(folder: AttemptFolder, number: int) -> dict[str, Any]:
+    """Upload the metrics file of an attempt; returns the entry that stays in the table of its result, {} on a disk."""
+    work = folder.path / f"work-{number}"
+    if not (isinstance(folder.store, BucketStore) and folder.lease and (work / METRICS).exists()):
+        return {}
+    last = folder.lease.latest().value.get("work") or {}
+    return folder.store.save_work(folder.key, folder.lease.token, work, last, [METRICS]) | {"attempt": number}
 
 
 def unfinished_work(folder: AttemptFolder) -> list[str]:

@@ -326,10 +326,12 @@ class BucketStore:
 
     # ---------------------------------------------------------------- unfinished work
 
-    def save_work(self, key: str, token: str, folder: Path, last: Mapping[str, Any]) -> dict[str, Any]:
+    def save_work(
+        self, key: str, token: str, folder: Path, last: Mapping[str, Any], only: Collection[str] = ()
+    ) -> dict[str, Any]:
         """Upload the files whose content the last checkpoint did not have."""
         there = {entry[1]: entry for entry in last.get("files", {}).values()}
-        return {"token": token, "files": self.send(folder, key, token, there)}
+        return {"token": token, "files": self.send(folder, key, token, there, only)}
 
     def load_work(self, key: str, work: Mapping[str, Any]) -> Path:
         """Files that ranks on other nodes have uploaded (`apart`) stay in the bucket until a rank needs them."""
@@ -341,9 +343,11 @@ class BucketStore:
         """Delete by the names of owner and content, which a later checkpoint never has again."""
         self._delete(sorted(_work_names(key, before) - _work_names(key, now)))
 
-    def send(self, folder: Path, key: str, owner: str, there: Mapping[str, UploadedFile]) -> Parts:
-        """Upload the files of a folder as unfinished work, except for content that is `there`."""
-        digests = {path: hash_file(folder / path) for path in list_files(folder)}
+    def send(
+        self, folder: Path, key: str, owner: str, there: Mapping[str, UploadedFile], only: Collection[str] = ()
+    ) -> Parts:
+        """Upload the files of a folder, or `only` these, as unfinished work, except for content that is `there`."""
+        digests = {path: hash_file(folder / path) for path in only or list_files(folder)}
         new = {folder / path: sha for path, sha in digests.items() if sha not in there}
         self._upload(f"work/{key}/{owner}/", new)
         return {

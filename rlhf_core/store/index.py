@@ -1,9 +1,8 @@
-"""A cache that lists all artifacts quickly: derived from key records and manifests, which remain the source of truth.
+"""A cache that lists all results quickly: derived from key records, which remain the source of truth.
 
-Each entry holds the version of its table, or inode, size and modification time of its manifest. Both are replaced and never
-written to, so an entry of the same version is valid; all others are read again. If the index files are missing, damaged or of
-another version, everything is read again silently. They are written atomically; of two processes that write at the
-same time the last wins, and its entries are as good.
+Each entry holds the version of its table, so an entry of the same version is valid; all others are read again. If the index
+file is missing, damaged or of another version, everything is read again silently. It is written atomically; of two processes
+that write at the same time the last wins, and its entries are as good.
 
 `rlhf_core.stage.code` keeps the analyses of source files in the same way, by their content and in the user's cache folder, and
 `rlhf_core.store.artifacts` the digests of the files of a user's folder.
@@ -24,19 +23,16 @@ from typing import Any
 
 from rlhf_core.store.fingerprint import sha256_text
 from rlhf_core.store.layout import (
-    MANIFEST,
     StoreLayout,
-    folder_bytes,
     object_of,
-    read_json,
     write_text,
 )
-from rlhf_core.store.object_check import object_damage
 from rlhf_core.store.protocol import DamagedTable, Store, StoredTable
 
 logger = logging.getLogger(__name__)
 
-RECORDS, OBJECTS = "records.json", "objects.json"
+RECORDS = "records.json"
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -91,26 +87,10 @@ class State:
     damage: str
 
 
-def states(store: Store, layout: StoreLayout, digests: set[str]) -> dict[str, State]:
-    """Size and damage of the objects. On a disk, manifests come from the index, and their files are checked."""
-    if not store.folder_is_shared:
-        sizes = {one.digest: one.bytes for one in store.objects(but=())}
-        return {
-            digest: State(sizes.get(digest), "" if digest in sizes else store.problem(digest)) for digest in digests
-        }
-    known = load_entries(layout.index / OBJECTS)
-    entries: dict[str, list[Any]] = {}
-    found = {}
-    objects = str(layout.objects)
-    for digest in digests:
-        folder = os.path.join(objects, digest[:2], digest)  # noqa: PTH118  # paths of thousands of objects take a second
-        entry = _manifest(folder, known.get(digest))
-        if entry is not None:
-            entries[digest] = entry
-        found[digest] = _state(folder, entry)
-    if entries != known and layout.root.is_dir():
-        save_entries(layout.index / OBJECTS, entries)
-    return found
+def states(store: Store, digests: set[str]) -> dict[str, State]:
+    """Size and damage of the objects."""
+    sizes = {one.digest: one.bytes for one in store.objects(but=())}
+    return {digest: State(sizes.get(digest), store.problem(digest)) for digest in digests}
 
 
 # ---------------------------------------------------------------- records
@@ -147,43 +127,6 @@ def _fields(table: StoredTable, unreadable: list[str], aside: list[SetAside]) ->
     kind = type(handle).__name__.removesuffix("Ref")
     place, metrics = object_of(handle.uri), dict(record.metrics)
     return [record.label, kind, handle.digest, place, record.started, record.seconds, record.attempts, metrics]
-
-
-# ---------------------------------------------------------------- objects
-
-
-def _manifest(folder: str, entry: list[Any] | None) -> list[Any] | None:
-    """Return the status of the object's manifest and its file sizes by path; None without a manifest."""
-    path = f"{folder}{os.sep}{MANIFEST}"
-    try:
-        status = identity(os.stat(path))  # noqa: PTH116  # ten thousand times
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    if entry is not None and entry[0] == status:
-        return entry
-    with suppress(KeyError, TypeError, ValueError, AttributeError, OverflowError):
-        table = read_json(Path(path)) or {}
-        return [status, {name: int(item["size"]) for name, item in table["files"].items()}]
-    return None
-
-
-def _state(folder: str, entry: list[Any] | None) -> State:
-    if entry is None or not _as_listed(f"{folder}{os.sep}", entry[1], checked=entry[0][2]):
-        path = Path(folder)
-        return State(folder_bytes(path) if path.is_dir() else None, object_damage(path, deep=False))
-    return State(entry[0][1] + sum(entry[1].values()), "")
-
-
-def _as_listed(folder: str, files: Mapping[str, int], *, checked: int) -> bool:
-    """Return whether all files have their sizes and none was written to since the manifest was `checked`."""
-    try:
-        for path, size in files.items():
-            status = os.stat(folder + path)  # noqa: PTH116  # ten thousand times
-            if status.st_size != size or status.st_mtime_ns > checked:
-                return False
-    except (OSError, ValueError):  # ValueError: a name that no file can have
-        return False
-    return True
 
 
 # ---------------------------------------------------------------- the files of the index

@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rlhf_core.errors import ArtifactError
@@ -82,6 +83,8 @@ class Lease:
     token: str
     _looked: list[float] = field(default_factory=list, compare=False, repr=False)
     _known: list[StoredTable] = field(default_factory=list, compare=False, repr=False)
+    _ended: list[bool] = field(default_factory=list, compare=False, repr=False)
+    """Not empty from the commit on: a thread that still uploads a checkpoint must not replace the work of the result."""
 
     def fence(self) -> None:
         """Raise Lost if another process has taken the lease over. An unreachable store passes: commits check again."""
@@ -122,11 +125,15 @@ class Lease:
                 raise
 
     def save_work(self, folder: Path, **noted: Any) -> None:
-        """Make a folder the newest checkpoint of the key. The previous one is deleted once the table names this one."""
+        """Make a folder the newest checkpoint of the key. The previous one is deleted once the table names this one.
+
+        After the commit of this process, the table stays as it is.
+        """
         last = self.latest().value.get("work") or {}
         work = self.store.save_work(self.key, self.token, folder, last) | noted
-        self.update(lambda value: value | {"work": work})
-        self.store.drop_work(self.key, last, work)
+        saved = self.update(lambda value: value if self._ended else value | {"work": work})
+        if saved.value.get("work") == work:
+            self.store.drop_work(self.key, last, work)
 
     def load_work(self, work: Mapping[str, Any]) -> Path:
         """The folder of this node with a checkpoint that the table names. Raises Lost, Gone, Damaged or Unreachable."""
@@ -143,12 +150,15 @@ class Lease:
         files: Files,
         record: Mapping[str, Any],
         *,
+        work: Mapping[str, Any] = MappingProxyType({}),
         when_added: Callable[[], None] = lambda: None,
     ) -> StoredTable:
         """Store the folder `out` as an object, and the record that makes it the result of the key.
 
-        `when_added` is called between the two.
+        `when_added` is called between the two. The checkpoints are removed; `work` names the files that stay with the result.
         """
+        done = {"record": dict(record)} | ({"work": dict(work)} if work else {})
+        self._ended.append(True)
         while True:
             try:
                 self.store.add(digest, out, files)
@@ -157,19 +167,21 @@ class Lease:
                 raise
             try:
                 when_added()
-                table = self.update(lambda value: without(value, "aside") | {"record": dict(record)}, refers=[digest])
+                last = self.latest().value.get("work") or {}
+                table = self.update(lambda value: without(value, "aside", "work") | done, refers=[digest])
                 break
             except Gone:  # removed by a collection, because this process stood still between the two
                 if not out.exists():
                     raise
         self.store.settle(digest, out, files)
         remove_tree(out)
+        self.store.drop_work(self.key, last, work)
         return table
 
-    def forget_work(self) -> None:
-        """Remove the checkpoints of a key that has a result, or whose attempt starts over."""
+    def forget_work(self, *, after: int = 0) -> None:
+        """Remove the checkpoints of the attempts `after` this number: a later one has left a result, or starts over."""
         last = self.latest().value.get("work") or {}
-        if last:
+        if last and last.get("attempt", after + 1) > after:
             self.update(lambda value: without(value, "work"))
             self.store.drop_work(self.key, last, {})
 
@@ -229,9 +241,9 @@ def owner_in(value: Mapping[str, Any]) -> Owner | None:
     return Owner(**value["lease"]) if value.get("lease") else None
 
 
-def without(value: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The value of a table without one of its members."""
-    return {one: content for one, content in value.items() if one != name}
+def without(value: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """The value of a table without some of its members."""
+    return {one: content for one, content in value.items() if one not in names}
 
 
 def ourselves() -> Owner:

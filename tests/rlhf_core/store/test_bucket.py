@@ -206,7 +206,7 @@ def test_names_in_a_bucket_lead_nowhere_outside_of_the_cache(nodes):
 def test_an_object_in_the_bucket_alone_is_listed_with_its_size(nodes):
     ref = commit_text(nodes.store("ada"), "12")
     ben = nodes.store("ben")
-    assert index.states(ben.shared, ben.layout, {ref.digest}) == {ref.digest: index.State(2, "")}
+    assert index.states(ben.shared, {ref.digest}) == {ref.digest: index.State(2, "")}
 
 
 # ---------------------------------------------------------------- leases, attempts and questions of all nodes

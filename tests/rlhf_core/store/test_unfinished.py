@@ -1,6 +1,7 @@
 """Another node resumes from the newest checkpoint that a node has left in a bucket."""
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from rlhf_core.store import attempts, unfinished
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.bucket_server import ObstoreServer
-from rlhf_core.store.leases import name_of
+from rlhf_core.store.leases import Lease, name_of
 from rlhf_core.store.protocol import Unreachable
 from tests.support.buckets import Nodes
 from tests.support.toy_stage import ToyConfig, run_toy, stage_key, toy_spec
@@ -39,9 +40,32 @@ def test_another_node_resumes_from_the_newest_checkpoint(nodes, store):
     assert (decision.action, decision.step) == ("RESUME", 2) and ref == whole
     record = ben.record(KEY)
     assert (record.attempts, record.resumed_from) == (2, 2)
-    lines = attempts.metrics(ben.attempts(KEY)).read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4], "with the metrics of the other node"
-    assert _files(nodes) == [] and "work" not in ben.shared.read(name_of(KEY)).value
+    for node in ("ben", "ada", "cy"):
+        lines = attempts.metrics(nodes.store(node).attempts(KEY)).read_text().splitlines()
+        assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4], f"{node} has the metrics of both nodes"
+    assert list(ben.shared.read(name_of(KEY)).value["work"]["files"]) == [attempts.METRICS]
+    assert len(_files(nodes)) == 1, "no checkpoint stays"
+
+
+def test_an_upload_that_ends_after_the_commit_does_not_replace_the_metrics_of_the_result(nodes, monkeypatch):
+    monkeypatch.setattr(unfinished, "LOOK_SECONDS", 0.01)
+    upload, ended = Lease.save_work, threading.Event()
+
+    def late(lease: Lease, folder: Path, **noted: Any) -> None:
+        assert ended.wait(30)
+        upload(lease, folder, **noted)
+
+    def commit(lease: Lease, *args: Any, **options: Any) -> Any:
+        try:
+            return store(lease, *args, **options)
+        finally:
+            ended.set()
+
+    store = Lease.commit
+    monkeypatch.setattr(Lease, "save_work", late)
+    monkeypatch.setattr(Lease, "commit", commit)
+    _toy(nodes.store("ada"), seconds_a_step=0.05)
+    assert len(attempts.metrics(nodes.store("ben").attempts(KEY)).read_text().splitlines()) == 4
 
 
 def test_a_node_does_not_go_on_with_what_another_node_has_started_over(nodes):
@@ -93,7 +117,7 @@ def test_a_bucket_that_is_away_costs_the_copy_and_not_the_stage(nodes, monkeypat
     upload = ObstoreServer.upload
 
     def away(server: ObstoreServer, name: str, path: Path) -> None:
-        if name.startswith("work/"):
+        if "/.keep-" in str(path):
             raise Unreachable("store", server.uri, "no route to host", "check the network")
         upload(server, name, path)
 
