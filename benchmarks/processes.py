@@ -9,9 +9,8 @@ import contextlib
 import os
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,21 +75,6 @@ def wake_family(pid: int) -> None:
     for process in family(pid):
         with contextlib.suppress(psutil.NoSuchProcess):
             process.resume()
-
-
-@contextlib.contextmanager
-def reading_lines(process: subprocess.Popen[str]) -> Iterator[Iterator[str]]:
-    """Give the lines that a process prints, and print them; what it prints later is read and dropped."""
-    assert process.stdout is not None
-    stream = process.stdout
-
-    def lines() -> Iterator[str]:
-        for line in stream:
-            print(line, end="", flush=True)
-            yield line
-
-    yield lines()
-    threading.Thread(target=stream.read, daemon=True).start()
 
 
 def _stands_still(process: psutil.Process) -> bool:

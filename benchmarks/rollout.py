@@ -64,7 +64,7 @@ def main() -> None:
 
 def compare(policy: Path, options: argparse.Namespace, stack: contextlib.ExitStack) -> None:
     """Make all sides, then measure them in turn, three times after a warm-up."""
-    from benchmarks.throughput import make_policy
+    from benchmarks.random_policy import make_policy
     from rlhf_core.config.engines import TrainerConfig
     from rlhf_core.config.runtime import RuntimeConfig, VllmSamplerConfig
     from rlhf_core.runtime.local_runtime import LocalRuntime
@@ -128,7 +128,7 @@ class Recording:
 
 def requests_of(count: int, prompt: int) -> list[Any]:
     """Return requests with random prompts, which have nothing in common."""
-    from benchmarks.throughput import VOCABULARY
+    from benchmarks.random_policy import VOCABULARY
     from rlhf_core.types import SamplingRequest, ids
 
     draw = random.Random(17)

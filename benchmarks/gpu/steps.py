@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.throughput import VOCABULARY, make_policy
+from benchmarks.random_policy import VOCABULARY, make_policy
 
 Device = Literal["cuda", "cpu"]
 Figures = dict[str, Any]

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.train_step import Size, check_equal, lengths, ratio, rows_of, work
+from benchmarks.train_step import Size, check_equal, work
 
 SHAPE = {
     "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
@@ -15,21 +15,6 @@ SHAPE = {
 def size(tmp_path: Path) -> Size:
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
     return Size(tmp_path, rows=400, mean=64, longest=256, micro_batch=4)
-
-
-def test_mixed_lengths_have_about_the_mean_of_the_uniform_ones(size: Size) -> None:
-    assert lengths(size, "uniform", 3) == [64, 64, 64]
-    mixed = lengths(size, "mixed", 400)
-    # cut at four times the mean, so a little below it
-    assert 52 < sum(mixed) / 400 < 68
-    assert min(mixed) < 20 and max(mixed) == 256
-
-
-def test_rows_have_a_prompt_and_an_answer_and_pairs_share_their_prompt(size: Size) -> None:
-    assert all(row["prompt_ids"] and row["answer_ids"] for row in rows_of(size, "sft", "mixed"))
-    pairs = rows_of(size, "dpo", "mixed")
-    assert len(pairs) == 200
-    assert all(row["prompt_ids"] and row["chosen_ids"] and row["rejected_ids"] for row in pairs)
 
 
 def test_work_counts_weights_attention_and_the_head_of_the_answer(size: Size) -> None:
@@ -52,9 +37,3 @@ def test_sides_with_other_gradients_are_refused() -> None:
     check_equal({"ours": {"grad_norm": 1.0}, "plain": {"grad_norm": 1.0005}})
     with pytest.raises(SystemExit, match="do not do the same"):
         check_equal({"ours": {"grad_norm": 1.0}, "plain": {"grad_norm": 1.01}, "TRL": {"grad_norm": 1.0}})
-
-
-def test_the_ratio_is_of_turns_that_were_side_by_side() -> None:
-    seconds = {"ours": [1.0, 2.0, 4.0], "TRL": [2.0, 6.0, 8.0]}
-    assert ratio(seconds, "ours", "TRL") == "2.00"
-    assert ratio(seconds, "ours", "plain") == "not measured"

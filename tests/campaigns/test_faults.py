@@ -5,7 +5,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from campaigns.faults.__main__ import MODULES, _faults, bad, table
+from campaigns.faults.__main__ import bad, table
 from campaigns.faults.fault import Fault, Outcome
 from campaigns.faults.leftovers import watched
 from campaigns.faults.scored import groups, left_out, one_error, recovered
@@ -27,15 +27,6 @@ def term(folder: Path, on_failure: OnFailure = "invalid") -> FunctionReward:
 
 def length(text: str) -> float:
     return float(len(text))
-
-
-def test_every_fault_has_a_name_of_its_own_and_a_word_in_it_chooses_its_kind():
-    kinds = {"rewards": "reward", "remote": "remote", "sandbox": "sandbox", "environments": "environment"}
-    names = [(module, fault.name) for module in kinds for fault in _faults(module)]
-    assert len({name for _, name in names}) == len(names) and set(kinds) < set(MODULES)
-    for module, word in kinds.items():
-        assert {found for found, name in names if word in name} == {module}
-        assert all(word in name for found, name in names if found == module)
 
 
 def test_a_fault_that_was_noticed_late_is_bad_and_says_so():

@@ -157,26 +157,6 @@ def test_a_student_comes_nearer_to_a_teacher_with_another_tokenizer(tmp_path, po
     assert metrics["eval/aligned"] == 1.0
 
 
-def test_a_student_learns_on_its_own_answers_from_a_teacher_with_another_tokenizer(tmp_path, policy, other):
-    loop = LoopConfig(batch_size=8, epochs=32, eval_every=20)
-    config = ON_POLICY.model_copy(update={"loop": loop, "divergence": ACROSS.divergence})
-    shop, inputs = shop_and_inputs(tmp_path, policy, other, config)
-    _, decision = shop.run("distill", config, inputs)
-    metrics = shop.metrics(decision)
-    assert (metrics["steps"], metrics["train_samples"]) == (20, 160)
-    # Slower than a KL: the gradient of a distance of probabilities vanishes where the student gives a text hardly any.
-    assert metrics["eval/divergence"] < 0.8 * metrics["before/eval/divergence"]
-
-
-@pytest.mark.full
-def test_a_killed_run_across_tokenizers_ends_with_the_same_bytes(tmp_path, policy, other):
-    config = ON_POLICY.model_copy(update={"divergence": ACROSS.divergence})
-    shop, inputs = shop_and_inputs(tmp_path / "whole", policy, other, config)
-    whole = shop.run("distill", config, inputs)[0].digest
-    shop, inputs = shop_and_inputs(tmp_path / "killed", policy, other, config)
-    assert killed_and_resumed(shop, "distill", config, inputs, at=3).digest == whole
-
-
 @pytest.mark.parametrize("on_policy", [False, True])
 def test_a_student_comes_nearer_to_the_mixture_of_two_teachers(tmp_path, policy, teacher, on_policy):
     weights = {"taught": 3.0, "untaught": 1.0}
@@ -198,15 +178,6 @@ def test_a_student_comes_nearer_to_the_mixture_of_two_teachers(tmp_path, policy,
     assert metrics["eval/divergence"] < metrics["before/eval/divergence"]
     assert metrics["eval/divergence/taught"] < metrics["before/eval/divergence/taught"] / 2
     assert metrics["eval/divergence/untaught"] > 0.01
-
-
-def test_teachers_with_different_tokenizers_teach_one_student(tmp_path, policy, teacher, other):
-    config = ACROSS.model_copy(update={"teachers": {"other": 1.0, "own": 1.0}})
-    shop, inputs = shop_and_inputs(tmp_path, policy, teacher, config)
-    _, decision = shop.run("distill", config, several(shop, inputs, {"own": teacher, "other": other}))
-    metrics = shop.metrics(decision)
-    for name in ("divergence", "divergence/own", "divergence/other"):
-        assert metrics[f"eval/{name}"] < metrics[f"before/eval/{name}"] / 2
 
 
 def test_each_sample_is_taught_by_the_teacher_of_its_source():

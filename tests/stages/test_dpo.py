@@ -11,13 +11,11 @@ from rlhf_core.config.engines import OptimizerConfig
 from rlhf_core.config.policy import LoopConfig, PreferenceLoss
 from rlhf_core.errors import DataError
 from rlhf_core.schema.base import CustomFunction
-from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import PolicyRef, TokenSample
-from stages.checkpoint import CheckpointConfig
 from stages.dpo import DPOConfig
 from stages.dpo.run import answer_to_another_prompt, mismatched
-from tests.support.training import killed_and_resumed, preferences, thumbs
-from tests.support.workshop import Workshop, workshop
+from tests.support.training import preferences, thumbs
+from tests.support.workshop import workshop
 
 CONFIG = DPOConfig(
     max_length=48,
@@ -134,23 +132,6 @@ def test_options_that_a_loss_cannot_use_are_refused():
     assert DPOConfig(loss=IPOLoss(length_average=False), length_alpha=0.5).length_alpha == 0.5
     with pytest.raises(ValidationError, match="label_smoothing"):
         DPOConfig(loss={"type": "dpo", "label_smoothing": 0.1})
-
-
-def test_policies_on_the_way_are_exported_and_come_again_after_a_kill(tmp_path, policy):
-    loop = CONFIG.loop.model_copy(update={"max_steps": 6})
-    config = DPOConfig.model_validate(CONFIG.model_dump() | {"loop": loop.model_dump(), "export_every": 2})
-    made = []
-    for name in ("whole", "killed"):
-        shop = Workshop(ArtifactStore(tmp_path / name))
-        base = shop.store.external(PolicyRef, policy)
-        inputs = {"policy": base, "reference": base, "preferences": preferences(shop.store, tmp_path / name)}
-        if name == "whole":
-            ref, _ = shop.run("dpo", config, inputs)
-        else:
-            ref = killed_and_resumed(shop, "dpo", config, inputs, at=5)  # the export of step 4 comes again
-        taken = [shop.run("checkpoint", CheckpointConfig(step=step), {"policy": ref})[0] for step in (2, 4)]
-        made.append([one.digest for one in (ref, *taken)])
-    assert made[0] == made[1] and len(set(made[0])) == 3
 
 
 def test_exports_need_a_number_of_steps():

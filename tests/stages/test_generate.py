@@ -60,25 +60,6 @@ def test_every_prompt_gets_its_samples_from_their_own_seeds(tmp_path, policy):
     assert len(shop.tracker.tables["samples/generations"][1]) == 15
 
 
-def test_an_interrupted_run_goes_on_after_its_last_shard_and_draws_the_same(tmp_path, policy):
-    shop, inputs = workshop(tmp_path / "a", policy, PROMPTS)
-    sampled: list[int] = []
-
-    def interrupt(done: int, total: int, message: str) -> None:
-        sampled.append(done)
-        if sampled == [1]:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        shop.run("generate", CONFIG, inputs, progress=interrupt)
-    ref, decision = shop.run("generate", CONFIG, inputs, progress=interrupt)
-    assert (decision.action, sampled) == ("RESUME", [1, 2, 3])
-
-    fresh, inputs = workshop(tmp_path / "b", policy, PROMPTS)
-    uninterrupted, _ = fresh.run("generate", CONFIG, inputs)
-    assert ref.digest == uninterrupted.digest
-
-
 def test_a_resumed_run_asks_in_the_batches_of_an_uninterrupted_one(tmp_path, policy, monkeypatch):
     """Equal bits need equal batches: who is asked together must not depend on what an earlier attempt has done."""
     asked: list[list[SamplingRequest]] = []

@@ -77,36 +77,6 @@ def test_its_scores_are_those_of_transformers_own_pipeline_on_the_same_text(tmp_
     assert not (folder / "optimizer.pt").exists()
 
 
-def test_it_scores_answers_like_a_reward_model_of_our_own(tmp_path, policy, outside):
-    from contextlib import ExitStack
-
-    from rlhf_core.config.rewards import RewardModelReward
-    from rlhf_core.rewards.terms import _open_here
-
-    store = ArtifactStore(tmp_path / "store")
-    shop = Workshop(store)
-    config = ImportRewardModelConfig(path=str(outside))
-    ref, _ = shop.run("import_reward_model", config, {"policy": store.external(PolicyRef, policy)})
-    assert isinstance(ref, RewardModelRef)
-
-    class Context:
-        seed, runtime, path = 3, shop.runtime, staticmethod(store.path)
-
-    context: Any = Context()
-    with ExitStack() as leases:  # verifies the contract
-        _open_here("learned", RewardModelReward(), {"reward_model": ref}, context, leases)
-    weights = store.path(ref) / "model.safetensors"
-    moved = load_file(weights)
-    shutil.copytree(store.path(ref), tmp_path / "moved")
-    (tmp_path / "moved" / "model.safetensors").unlink()
-    save_file(
-        {**moved, "score.weight": -moved["score.weight"]}, tmp_path / "moved" / "model.safetensors", {"format": "pt"}
-    )
-    other = store.external(RewardModelRef, tmp_path / "moved")
-    with ExitStack() as leases, pytest.raises(Exception, match=r"reward_model\.probe\[0\]"):
-        _open_here("learned", RewardModelReward(), {"reward_model": other}, context, leases)
-
-
 def test_its_key_is_what_is_in_it_and_not_where_it_is(tmp_path, outside):
     elsewhere = shutil.copytree(outside, tmp_path / "elsewhere")
     (elsewhere / "optimizer.pt").write_bytes(b"another")

@@ -196,7 +196,7 @@ def runtime_of(variant: str, request: pytest.FixtureRequest, shared_ray: SharedR
         yield runtime
 
 
-@pytest.mark.parametrize("variant", [EXPERTS, REPLAY, HOST, "adapters alone"])
+@pytest.mark.parametrize("variant", [EXPERTS, REPLAY, HOST, pytest.param("adapters alone", marks=pytest.mark.full)])
 def test_after_an_update_the_sampler_says_what_the_trainer_says(tmp_path, policy, variant, runtime_of):
     folder = tmp_path / "policy"
     shutil.copytree(policy, folder)

@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,18 +22,17 @@ from rlhf_core.data.shards import write_rollouts
 from rlhf_core.data.tables import write_prompts
 from rlhf_core.errors import ConfigError, TrainingError
 from rlhf_core.interfaces import Metrics, ModelSpec, Role, Trainer
-from rlhf_core.models.initialize import initialize_llama, train_tokenizer
+from rlhf_core.models.initialize import train_tokenizer
 from rlhf_core.rollouts.answers import WholeAnswers
 from rlhf_core.rollouts.prompts import BandOrder, ordered_prompts, sources_used, split_prompts
 from rlhf_core.runtime.local_runtime import LocalRuntime
-from rlhf_core.runtime.ray_runtime import RayRuntime
 from rlhf_core.sequences import Sequences
 from rlhf_core.training.objectives.base import PolicyObjective
 from rlhf_core.types import Completion, Generation, Message, PolicyRef, Prompt, PromptsRef, RewardModelRef, Rollout
 from stages.ppo import PPOConfig
 from stages.ppo.models import Models
 from stages.ppo.run import update
-from tests.support.policies import RUNTIME, SHAPE, make_policy, make_reward_model
+from tests.support.policies import RUNTIME, make_policy, make_reward_model
 from tests.support.training import (
     demonstrations,
     killed_and_resumed,
@@ -76,7 +75,7 @@ def test_the_first_update_is_on_policy_and_the_reference_is_at_distance_zero(tmp
     assert series(shop, "mismatch/exp_abs_log_q")[0] == pytest.approx(1.0, abs=1e-3)
 
 
-@pytest.mark.parametrize("loss", ["clip", "gspo", "cispo", "sapo", "gmpo", "dppo", "clip_cov"])
+@pytest.mark.parametrize("loss", ["clip", "gmpo", "clip_cov"])
 def test_the_reward_rises(tmp_path, policy, loss):
     shop, inputs = shop_and_inputs(tmp_path, policy)
     fast = OptimizerConfig(learning_rate=2e-2, schedule="constant")
@@ -158,23 +157,6 @@ def test_a_policy_with_adapters_is_its_own_reference_to_the_bit(tmp_path, policy
     assert made[0].digest == made[1].digest
     assert distances[0] == distances[1] and distances[0][0] == 0.0 < abs(distances[0][-1])
     assert [leased.count(role) for role in ("policy", "reference")] == [2, 1]
-
-
-def band_of(**settings: Any) -> dict[str, Any]:
-    return {"advantage": {"type": "rloo"}, "order": "band", "prompts_per_step": 2, "steps": 5, "band": settings}
-
-
-@pytest.mark.full
-def test_prompts_in_the_band_come_again_before_others_and_a_killed_run_draws_the_same(tmp_path, policy):
-    settings = config(**band_of(low=-2.0, high=-1.55, again=0.0))
-    drawn, made = [], []
-    for name in ("whole", "killed"):
-        shop, inputs = shop_and_inputs(tmp_path / name, policy)
-        ref = shop.run("ppo", settings, inputs)[0] if name == "whole" else None
-        made.append(ref or killed_and_resumed(shop, "ppo", settings, inputs, at=4))
-        drawn.append(series(shop, "band/inside")[-1])
-        assert series(shop, "band/answered")[2] == 1.0  # six prompts, two a step
-    assert made[0].digest == made[1].digest and drawn[0] == drawn[1]
 
 
 def answered(prompt: Prompt, *rewards: float, invalid: str = "") -> list[Rollout]:
@@ -468,14 +450,6 @@ def test_dynamic_sampling_replaces_groups_without_a_gradient(tmp_path, policy):
         config(samples_per_prompt=1, ahead="dynamic")
 
 
-@pytest.mark.full
-def test_a_killed_run_with_dynamic_sampling_ends_with_the_same_bytes(tmp_path, policy):
-    whole, inputs = shop_and_inputs(tmp_path / "whole", policy)
-    expected, _ = whole.run("ppo", config(**DYNAMIC), inputs)
-    killed, inputs = shop_and_inputs(tmp_path / "killed", policy)
-    assert killed_and_resumed(killed, "ppo", config(**DYNAMIC), inputs, at=3).digest == expected.digest
-
-
 def test_grpo_may_have_the_penalty_in_the_loss():
     assert config(advantage={"type": "grpo"}, kl={"in": "loss", "coef": 0.1}).kl.coef == 0.1
 
@@ -507,18 +481,6 @@ def test_with_overlap_a_run_killed_at_every_step_ends_with_the_same_bytes_and_me
     assert decision.action == "RESUME"
     assert ref.digest == expected.digest
     assert untimed(killed.tracker.points) == untimed(whole.tracker.points)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("overlap", ["two steps off", "partial, one step off"])
-def test_with_overlap_a_stage_that_is_asked_to_stop_loses_nothing(tmp_path, policy, overlap):
-    settings = config(**OVERLAPS[overlap], advantage={"type": "rloo"}, checkpoint_every=4)
-    whole, inputs = shop_and_inputs(tmp_path / "whole", policy)
-    expected, _ = whole.run("ppo", settings, inputs)
-    stopped, inputs = shop_and_inputs(tmp_path / "stopped", policy)
-    ref, step = stopped_and_resumed(stopped, "ppo", settings, inputs, at=2)
-    assert step == 2
-    assert ref.digest == expected.digest
 
 
 def test_old_rollouts_are_corrected_and_their_age_and_what_they_cost_is_said(tmp_path, policy):
@@ -571,14 +533,6 @@ def test_a_mixture_has_its_share_of_each_source_in_every_step(tmp_path, policy):
     assert all(len(found) == 4 for found in lengths), "each step of four prompts has three sums and one of the desk"
 
 
-@pytest.mark.full
-def test_a_killed_run_on_a_mixture_of_sources_ends_with_the_same_bytes(tmp_path, policy):
-    whole, inputs = of_two_sources(tmp_path / "whole", policy)
-    expected, _ = whole.run("ppo", of_sources(), inputs)
-    killed, inputs = of_two_sources(tmp_path / "killed", policy)
-    assert killed_and_resumed(killed, "ppo", of_sources(), inputs, at=3).digest == expected.digest
-
-
 SCHEDULE = [
     {"steps": 2, "mixture": {"sums": 1.0}, "sampling": {"max_tokens": 3}},
     {"steps": 1, "sampling": {"max_tokens": 6}},
@@ -602,15 +556,14 @@ def test_a_schedule_changes_lengths_and_shares_and_resumes_in_every_part(tmp_pat
     assert killed_and_resumed(killed, "ppo", scheduled_run(), inputs, at=at).digest == expected.digest
 
 
-@pytest.mark.parametrize("at", [2, 3, 4])
-def test_the_band_of_a_mixture_that_is_sampled_ahead_is_the_same_after_a_kill(tmp_path, policy, at):
+def test_the_band_of_a_mixture_that_is_sampled_ahead_is_the_same_after_a_kill(tmp_path, policy):
     changes = {"order": "band", "band": {"low": -2.0, "high": -1.55}, "mixture": {"sums": 0.5, "desk": 0.5}}
     changes |= {"ahead": {"type": "staleness", "steps": 1}, "advantage": {"type": "rloo"}, "schedule": []}
     whole, inputs = of_two_sources(tmp_path / "whole", policy)
     expected, _ = whole.run("ppo", scheduled_run(**changes), inputs)
     assert len(series(whole, "source/sums/length")) == len(series(whole, "source/desk/length")) == 5
     killed, inputs = of_two_sources(tmp_path / "killed", policy)
-    assert killed_and_resumed(killed, "ppo", scheduled_run(**changes), inputs, at=at).digest == expected.digest
+    assert killed_and_resumed(killed, "ppo", scheduled_run(**changes), inputs, at=3).digest == expected.digest
     assert series(whole, "band/inside")[-1] == series(killed, "band/inside")[-1]
 
 
@@ -650,18 +603,6 @@ def test_the_policy_comes_nearer_to_its_teacher(tmp_path, policy):
 ONE_SOURCE = PolicyDistillation(teachers={"own": 1.0}, route={"own": ("desk",)})
 ROUTE = {"teachers": {"far": 1.0, "own": 1.0}, "route": {"far": ("sums",), "own": ("desk",)}, "reward_weight": 0.5}
 BY_SOURCE = config(advantage="rloo", distill=ROUTE, mixture={"sums": 0.5, "desk": 0.5})
-
-
-@pytest.mark.full
-def test_a_killed_run_with_a_teacher_for_each_source_ends_with_the_same_bytes(tmp_path, policy):
-    initialize_llama(SHAPE, make_policy(tmp_path / "far"), seed=8)
-    digests = []
-    for name in ("whole", "killed"):
-        shop, inputs = of_two_sources(tmp_path / name, policy)
-        inputs["teachers"] = {"far": shop.store.external(PolicyRef, tmp_path / "far"), "own": inputs["policy"]}
-        ref = shop.run("ppo", BY_SOURCE, inputs)[0] if name == "whole" else None
-        digests.append((ref or killed_and_resumed(shop, "ppo", BY_SOURCE, inputs, at=3)).digest)
-    assert digests[0] == digests[1]
 
 
 @pytest.mark.parametrize(
@@ -717,37 +658,3 @@ def test_a_source_of_which_all_prompts_are_held_out_is_refused() -> None:
     many = config(mixture={"sums": 0.5, "desk": 0.5}, evaluate={"prompts": 7})
     with pytest.raises(ConfigError, match=r"ppo\.evaluate\.prompts = 7: holds out all prompts of the source"):
         split_prompts(many, prompts, key="ppo")
-
-
-ELSEWHERE = {
-    "gae, penalty in the reward": {"kl": {"coef": 0.05, "in": "reward"}, "epochs": 2, "minibatches": 2},
-    "chosen tokens": {
-        "advantage": {"type": "reinforce++-baseline"},
-        "loss": {"type": "clip_cov", "fraction": 0.5, "cov_low": -1.0},
-        "truncated_answers": "mask",
-        "sampling": SamplingConfig(max_tokens=40),
-    },
-    "a teacher and a greedy baseline": {"distill": TAUGHT | {"reward_weight": 1.0}, "advantage": {"type": "remax"}},
-    "the sampler's own, a step ahead": {
-        "advantage": {"type": "grpo"},
-        "correction": {"pi_old": "sampler", "level": "off"},
-        "ahead": {"type": "staleness", "steps": 1},
-    },
-    "in parts": {"advantage": {"type": "rloo"}, "ahead": {"type": "partial", "tokens": 3}},
-}
-
-
-@pytest.mark.engine
-@pytest.mark.slow
-def test_workers_train_on_arrays_in_the_object_store_as_one_process_does(tmp_path, policy, shared_ray):
-    on_ray = RUNTIME.model_copy(update={"type": "ray", "cpu_threads": 1, "worker_timeout_s": 300.0})
-    made: dict[str, dict[str, str]] = {}
-    for where, runtime in {"process": LocalRuntime(RUNTIME), "workers": RayRuntime(on_ray)}.items():
-        with closing(runtime):
-            for name, changes in ELSEWHERE.items():
-                shop, inputs = shop_and_inputs(tmp_path / where / name, policy)
-                shop.runtime = runtime
-                teachers = {"teachers": {"a": inputs["policy"]}} if "distill" in changes else {}
-                ref, _ = shop.run("ppo", config(**(changes | {"steps": 2})), inputs | teachers)
-                made.setdefault(name, {})[where] = ref.digest
-    assert {name: digests for name, digests in made.items() if digests["process"] != digests["workers"]} == {}

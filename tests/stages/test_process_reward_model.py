@@ -76,20 +76,6 @@ def test_it_tells_right_steps_from_wrong_ones(trained):
     assert shop.tracker.tables["samples/steps"][1][1][1] == "[1.0, 0.0]"
 
 
-def test_transformers_returns_the_same_score_for_every_step(trained):
-    from transformers import AutoModelForSequenceClassification
-
-    folder = trained[0].store.path(trained[1])
-    contract = json.loads((folder / "contract.json").read_text())
-    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
-    rows = zip(contract["probe"], contract["probe_step_ends"], contract["probe_step_scores"], strict=True)
-    for ids, ends, scores in rows:
-        assert len(ends) == len(scores) == 2
-        for end, score in zip(ends, scores, strict=True):
-            with torch.no_grad():
-                assert model(torch.tensor([ids[: end + 1]])).logits.item() == near(score, of_model(SHAPE))
-
-
 @pytest.mark.parametrize("reduce", ["model", "mean", "last", "product"])
 def test_the_reward_is_read_from_the_tokens_as_sampled(trained, policy, tmp_path, reduce):
     from transformers import AutoModelForSequenceClassification

@@ -1,11 +1,8 @@
 """Selection from rollouts: what is kept, what is dropped, and that it is counted."""
 
 import json
-import random
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import pytest
@@ -303,22 +300,3 @@ def test_a_limit_of_a_source_is_the_same_choice_every_time(tmp_path):
 def test_a_band_without_prompts_is_an_error_with_the_counts(tmp_path, options, message):
     with pytest.raises(DataError, match=message):
         selected(tmp_path, PromptsInBand(**options), GRADED)
-
-
-def test_selected_prompts_have_fewer_groups_without_gradient(tmp_path):
-    """Of half of the prompts 0.98^4 = 92 % of the groups of four answers are all right or all wrong, of the others 12.5 %."""
-    rng = random.Random(3)
-    chances = {f"p{at}": (0.02, 0.98, 0.5, 0.5)[at % 4] for at in range(200)}
-
-    def answered(prompt: str, count: int) -> list[float]:
-        return [float(rng.random() < chances[prompt]) for _ in range(count)]
-
-    rows = [one for prompt in chances for one in of(prompt, "sums", *answered(prompt, 8))]
-    kept, _, _ = selected(tmp_path, PromptsInBand(term="correct", low=0.2, high=0.8), rows)
-
-    def equal(prompts: Iterable[str]) -> float:
-        groups = [answered(prompt, 4) for prompt in prompts for _ in range(5)]
-        return fmean(min(group) == max(group) for group in groups)
-
-    # Expected of all (0.92 + 0.125) / 2 = 0.52, of the kept about 0.13; of 500 groups and more 0.04 are two deviations.
-    assert equal(chances) == pytest.approx(0.52, abs=0.05) and equal(kept) == pytest.approx(0.13, abs=0.05)

@@ -21,10 +21,8 @@ SHARING = {
         "tests/rlhf_core/runtime/test_ray_runtime.py",
         "tests/rlhf_core/runtime/test_worker_group.py",
         "tests/stages/test_invariants_engines.py",
-        "tests/stages/test_ppo.py::test_workers_train_on_arrays_in_the_object_store_as_one_process_does",
     ),
     "prefect_home": (
-        "tests/pipelines/cli/test_main.py::test_a_whole_run_its_repetition_and_a_changed_rate",
         "tests/pipelines/cli/test_python.py::test_the_cells_of_the_notebook_run_as_in_jupyter",
         "tests/pipelines/cli/test_run_command.py",
         "tests/pipelines/execution/test_progress_lines.py::test_prefect_shows_the_lines_of_a_run",

@@ -1,8 +1,6 @@
 """Every process here computes for a known number of CPU seconds, so that the clock can be compared with it."""
 
 import json
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -73,28 +71,6 @@ def test_seconds_of_an_orphan_count() -> None:
         time.sleep(0.02)
 
 
-def test_seconds_of_a_child_count_that_is_killed_with_its_parent() -> None:
-    """The parent does not wait, so the kernel adds the child to nobody's children: a stopped parent makes that sure."""
-    clock = CpuClock()
-    began = clock.read()
-    spinning = SPIN.format(seconds=SPUN) + "print(os.getpid(), flush=True)\ntime.sleep(600)"
-    body = f"subprocess.Popen([sys.executable, '-c', {'import os' + chr(10) + spinning!r}])\ntime.sleep(600)"
-    with subprocess.Popen(in_a_program(body), stdout=subprocess.PIPE) as parent:
-        assert parent.stdout is not None
-        child = int(parent.stdout.readline())
-        seen = clock.read() - began
-        os.kill(parent.pid, signal.SIGSTOP)
-        os.kill(child, signal.SIGKILL)
-        parent.kill()
-    deadline = time.monotonic() + 60
-    while Path(f"/proc/{child}").exists():  # until whoever adopted it has waited for it
-        assert time.monotonic() < deadline, "the child is still there"
-        time.sleep(0.02)
-    assert seen >= SPUN - ROUNDED
-    assert clock.read() - began == pytest.approx(seen, abs=2 * ROUNDED)
-    assert clock.read() - began == pytest.approx(seen, abs=2 * ROUNDED), "and once"
-
-
 def test_a_phase_has_the_status_of_its_command_and_the_seconds_of_all_its_processes(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -111,22 +87,6 @@ def test_a_phase_has_the_status_of_its_command_and_the_seconds_of_all_its_proces
     assert lines[3].split()[0] == "all"
 
 
-def test_an_orphan_that_ends_between_two_looks_counts_once(tmp_path: Path) -> None:
-    """Its parent ignored its end, so its seconds were read; then the phase waits for it, and the kernel adds them too."""
-    spinning = (
-        SPIN.format(seconds=2 * SPUN) + "import os, sys\nwhile os.getppid() == int(sys.argv[1]): time.sleep(1e-3)"
-    )
-    body = (
-        "signal.signal(signal.SIGCHLD, signal.SIG_IGN)\n"
-        f"os.spawnv(os.P_NOWAIT, sys.executable, [sys.executable, '-c', {spinning!r}, str(os.getpid())])\n"
-        "time.sleep(4)"  # long enough that looks see all of its seconds
-    )
-    table = tmp_path / "table"
-    command = [sys.executable, Path(__file__).with_name("cpu_seconds.py"), table, "one", *in_a_program(body)]
-    subprocess.run(command, check=True, timeout=120)
-    assert 2 * SPUN - ROUNDED <= json.loads(table.read_text())["cpu"] < 3 * SPUN
-
-
 def test_a_phase_stops_what_its_command_leaves_running_and_says_so(tmp_path: Path) -> None:
     code = (
         "import sys\nfrom pathlib import Path\nfrom tests.support import cpu_seconds\ncpu_seconds.PATIENCE = 0.5\n"
@@ -136,13 +96,6 @@ def test_a_phase_stops_what_its_command_leaves_running_and_says_so(tmp_path: Pat
     program = [sys.executable, "-c", code, *in_a_program(body)]
     done = subprocess.run(program, cwd=ROOT, check=True, timeout=120, capture_output=True, text=True)
     assert "one: left running and stopped" in done.stdout and "sleep 987" in done.stdout
-
-
-def test_a_command_that_a_signal_ends_has_failed(tmp_path: Path) -> None:
-    script = Path(__file__).with_name("cpu_seconds.py")
-    body = "os.kill(os.getpid(), signal.SIGTERM)"
-    program = [sys.executable, str(script), str(tmp_path / "table"), "one", *in_a_program(body)]
-    assert subprocess.run(program, check=False, timeout=120).returncode == signal.SIGTERM
 
 
 @pytest.mark.parametrize(
@@ -181,30 +134,6 @@ def test_only_a_run_that_passes_is_recorded(status: pytest.ExitCode, tmp_path: P
     assert recorded_seconds.read_recorded()["files"] == {"ran.py": seconds}
 
 
-@pytest.mark.parametrize(
-    ("words", "variables", "message"),
-    [
-        (["tests/support/test_sharing.py::test_it"], {"RECORD_SECONDS": "1"}, "RECORD_SECONDS: records whole files"),
-        (
-            ["tests/support/test_sharing.py"],
-            {"RECORD_SECONDS": "1", "FULL": "1"},
-            "RECORD_SECONDS: records whole files",
-        ),
-        pytest.param(
-            ["tests/support/test_sharing.py", "--by-change"],
-            {"CI_BASE": "nowhere"},
-            "CI_BASE = 'nowhere': no such revision",
-            marks=pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs the history"),
-        ),
-    ],
-)
-def test_wrong_usage_is_one_line(words: list[str], variables: dict[str, str], message: str) -> None:
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *words]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | variables, capture_output=True, text=True, timeout=120)
-    assert done.returncode == pytest.ExitCode.USAGE_ERROR
-    assert done.stderr.strip().startswith(f"ERROR: {message}") and "\n" not in done.stderr.strip()
-
-
 def test_what_is_recorded_has_the_tests_that_ran_and_the_files_that_did_not_run(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(recorded_seconds, "SECONDS", tmp_path / "seconds.json")
     for file in ("ran.py", "left_out.py"):
@@ -218,13 +147,3 @@ def test_what_is_recorded_has_the_tests_that_ran_and_the_files_that_did_not_run(
         "tests": {"ran.py::test_new": 2.9, "left_out.py::test_former": 2.0},
         "fixtures": {},
     }
-
-
-def test_what_files_share_counts_for_its_fixture_alone() -> None:
-    recorder = recorded_seconds.Recorder(record=False, check=True)
-    seconds = {"test": 3.0, "fixtures": {"prefect_home": [8.0, True], "data": [2.0, False]}}
-    recorder.pytest_runtest_logreport(
-        SimpleNamespace(skipped=False, nodeid="a.py::test_it", user_properties=[("cpu", seconds)])
-    )
-    assert recorder.taken["files"] == {"a.py": 5.0} and recorder.taken["tests"] == {"a.py::test_it": 3.0}
-    assert recorder.taken["fixtures"] == {"a.py::prefect_home": 8.0, "a.py::data": 2.0}

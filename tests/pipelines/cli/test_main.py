@@ -371,44 +371,6 @@ def test_misspelled_commands_get_a_suggestion_and_version_prints_one(capsys, arg
     assert ended.value.code == status and printed in "".join(capsys.readouterr())
 
 
-@pytest.mark.engine
-@pytest.mark.slow
-def test_a_whole_run_its_repetition_and_a_changed_rate(tmp_path, migrated_home):
-    """The first run starts a Prefect server; the others use one that the user has started."""
-    profile, home = str(write_mini(tmp_path)), migrated_home.root
-    theirs = {"RLHF_OWN_SETTINGS": ""}
-
-    first = cli(home, "run", profile)
-    assert first.returncode == 0, first.stderr
-    assert decisions(first.stdout) == {
-        "prepare_data": "RUN",
-        "sft": "RUN",
-        "ppo": "RUN",
-        "evaluate/base/generate": "RUN",
-        "evaluate/sft/generate": "RUN",
-        "evaluate/ppo/generate": "RUN",
-        "evaluate": "RUN",
-    }
-    assert re.search(r"^ppo +-?\d+\.\d\d \[-?\d+\.\d\d, -?\d+\.\d\d\]", first.stdout, re.M)
-    assert "`rlhf up` starts" in first.stdout
-
-    second = cli(home, "run", profile, **theirs)
-    assert set(decisions(second.stdout).values()) == {"HIT"}, second.stdout + second.stderr
-
-    changed = cli(home, "run", profile, "--set", "ppo.optimizer.learning_rate=0.001", **theirs)
-    assert changed.returncode == 0, changed.stderr
-    after = decisions(changed.stdout)
-    assert [label for label, action in after.items() if action != "HIT"] == ["ppo", "evaluate/ppo/generate", "evaluate"]
-    assert "ppo: RUN: ppo.optimizer.learning_rate:" in changed.stdout
-
-    talk = cli(home, "chat", "ppo", "--once", "hello", "--max-tokens", "4")
-    assert talk.returncode == 0, talk.stderr
-
-
-def decisions(text: str) -> dict[str, str]:
-    return dict(re.findall(r"^(\S+): (HIT|RUN|RESUME|ATTACH): ", text, re.M))
-
-
 @pytest.mark.parametrize(
     "given", [("PYTHONWARNINGS", "error"), ("PYTHONWARNINGS", "error::DeprecationWarning"), ("-W", "error")]
 )

@@ -1,4 +1,3 @@
-import json
 import webbrowser
 from datetime import UTC, datetime
 from pathlib import Path
@@ -9,7 +8,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from pipelines.cli import show_verb
 from pipelines.cli.main import main
 from pipelines.services.home import Home
 from pipelines.services.run_notes import COMPLETED, new_note
@@ -119,12 +117,6 @@ def test_a_file_that_cannot_be_read_shows_the_reason(tmp_path, capsys, name, con
     (tmp_path / "folder" / name).write_bytes(content)
     assert main(["show", str(tmp_path / "folder"), name, "--store", str(tmp_path / "store")]) == 0
     assert said in capsys.readouterr().out
-
-
-def test_sizes_and_json_rows_of_other_shapes_are_shown(tmp_path):
-    (tmp_path / "rows.jsonl").write_text(f'[1, [2]]\n"{"x" * 700}"\n{json.dumps({"a": None, "b": ""})}\n')
-    lines = list(show_verb._content(tmp_path / "rows.jsonl", 3))
-    assert lines[0] == "row 1 of 3" and len(max(lines, key=len)) < 620
 
 
 def test_a_stage_of_a_profile_is_that_of_its_own_runs(tmp_path, monkeypatch, capsys):

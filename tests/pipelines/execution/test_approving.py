@@ -58,12 +58,6 @@ def test_a_run_is_named_by_its_profile_its_name_or_its_flow_run(trial, home, nam
     assert list(DiskStore(home.store).tables("waits/")) == []
 
 
-def test_a_rejection_ends_the_next_run_as_blocked(trial):
-    assert main(["reject", "mini", "quality", "--reason", "too short"]) == 0
-    with pytest.raises(RunBlocked, match=r"rejected by .*: too short"):
-        trial.run(APPROVE)
-
-
 def test_of_several_questions_the_right_one_must_be_named(trial, home):
     with pytest.raises(StageWaiting):
         trial.run(APPROVE, "seed=18")
@@ -146,16 +140,6 @@ def test_the_profile_that_asked_about_a_settled_question_does_not_hide_an_open_o
     assert chosen([settled, other], meant, run="mini", profile="p2") == other
     settled_too = asked("d2", "p2", said)
     assert chosen([settled, settled_too], meant, run="mini", profile="p1") == settled  # nothing is open
-
-
-def test_a_rejection_is_not_approved_while_another_configuration_waits(trial, home, capsys):
-    profile = str(trial.folder / "mini.toml")
-    assert main(["reject", profile, "quality", "--reason", "no"]) == 0
-    with pytest.raises(StageWaiting):
-        trial.run(APPROVE, "seed=18")
-    assert main(["approve", profile, "quality", "--reason", "yes"]) == 2
-    assert "has 2 questions" in capsys.readouterr().err
-    assert sorted(len(request.answers) for request in requests(home)) == [0, 1]
 
 
 @pytest.mark.parametrize(("state", "resumed"), [("Waiting", True), ("Cancelled", False), ("Blocked", False)])

@@ -18,7 +18,6 @@ from pipelines.flows.full import lifecycle
 from pipelines.flows.graph import Stages
 from pipelines.flows.profile import PipelineConfig, load_profile
 from pipelines.services.home import Home
-from pipelines.services.user_servers import tracking_uri
 from rlhf_core.errors import ConfigError
 from rlhf_core.stage.key import StageSpec
 from rlhf_core.stage.run import execute
@@ -147,18 +146,6 @@ def test_the_tracker_is_told_of_the_model_that_a_stage_made(tmp_path, home):
     assert made == [[(label, ref.digest, ref.uri)] for label, ref in results.items()]
 
 
-def test_after_a_hit_the_next_decision_compares_with_what_was_hit(tmp_path, home):
-    def toy(rate: float) -> Pipeline:
-        return lambda config, stages: stages.run_stage(toy_spec(ToyConfig(kl_coef=rate), label="toy"), PolicyRef)
-
-    for rate in (0.1, 0.2, 0.1):
-        _, notes, _ = run_once(tmp_path, home, toy(rate))
-    assert notes.of("started") == [("toy", "HIT")]
-    config = load_profile(write_mini(tmp_path))
-    (planned,) = plan(config, store_of(config, home), pipeline=toy(0.3))
-    assert planned.decision.reason == "toy.kl.coef: 0.1 -> 0.3"
-
-
 def test_an_unreachable_ray_is_noticed_before_the_first_stage(tmp_path, home, monkeypatch):
     def pipeline(config: PipelineConfig, stages: Stages) -> None:
         for label, engines in (("first", {}), ("second", {"trainer": {}})):
@@ -224,30 +211,8 @@ def test_the_listener_hears_progress_metrics_and_the_final_numbers(tmp_path, hom
     assert notes.of("finished")[0] == ("first", "RUN", {"total": 1.5})
 
 
-def test_until_ends_the_run_after_that_stage_as_a_success(tmp_path, home):
-    results, _, tracker = run_once(tmp_path, home, options=RunOptions(until="first"))
-    assert list(results) == ["first"] and tracker.status == "FINISHED"
-
-
-def test_a_forced_stage_runs_again_and_the_next_is_a_hit_because_the_content_is_the_same(tmp_path, home):
-    run_once(tmp_path, home)
-    _, notes, _ = run_once(tmp_path, home, options=RunOptions(force=("first",)))
-    assert notes.of("started") == [("first", "RUN"), ("second", "HIT")]
-
-
 def failing(config: PipelineConfig, stages: Stages) -> None:
     stages.run_stage(toy_spec(ToyConfig(trouble="raise:2"), label="broken"), PolicyRef)
-
-
-def test_a_failed_stage_is_failed_everywhere_and_the_next_run_resumes_it(tmp_path, home):
-    with pytest.raises(ValueError, match="step 2 went wrong"):
-        run_once(tmp_path, home, failing)
-
-    def mended(config: PipelineConfig, stages: Stages) -> None:
-        stages.run_stage(toy_spec(ToyConfig(), label="broken"), PolicyRef)
-
-    _, notes, _ = run_once(tmp_path, home, mended)
-    assert notes.of("started") == [("broken", "RESUME")]
 
 
 @pytest.mark.parametrize(("error", "status"), [(ValueError, "FAILED"), (KeyboardInterrupt, "KILLED")])
@@ -267,10 +232,3 @@ def test_the_tracker_gets_the_true_status(tmp_path, home, error, status):
     assert [stage.status for stage in tracker.stages.values()] == [status]
     assert tracker.status == status
     assert notes.of("failed") == [("first", error.__name__)]
-
-
-def test_tracking_goes_to_the_users_server_before_the_local_database(home, monkeypatch):
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    assert tracking_uri(home) == f"sqlite:///{home.root}/mlflow.db"
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
-    assert tracking_uri(home) == "http://127.0.0.1:9"

@@ -19,12 +19,8 @@ from pipelines.flows.graph import Stages, ungrouped
 from pipelines.flows.profile import PipelineConfig, load_profile
 from pipelines.services.home import Home, basic
 from pipelines.services.running import wait_for
-from rlhf_core.annotation.proposing import Comparison, write_comparisons
-from rlhf_core.config.annotators import FileAnnotator
-from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.tracking.memory import MemoryTracker
-from rlhf_core.types import ComparisonsRef, Message, PolicyRef, PreparedDataRef
-from stages.collect_preferences import CollectPreferencesConfig, collect_preferences
+from rlhf_core.types import PolicyRef, PreparedDataRef
 from tests.support.listener import Notes
 from tests.support.small_pipeline import two_toys, write_mini
 from tests.support.toy_stage import ToyConfig, toy_spec
@@ -209,41 +205,6 @@ def waiting_in_a_group(before_b: Callable[[], None], file: Path) -> Pipeline:
     return pipeline
 
 
-def test_a_budget_that_is_spent_in_a_group_ends_it_and_a_larger_one_goes_on(prefect_home, tmp_path, monkeypatch):
-    from prefect import flow
-
-    from pipelines.prefect_flows import pipeline_flows
-    from pipelines.prefect_flows.tasks import settle
-
-    monkeypatch.setattr(pipeline_flows, "open_tracker", lambda *_: MemoryTracker())
-    file = tmp_path / "there"
-
-    def run(hours: float, tasks: int) -> tuple[str, str, dict[str, str]]:
-        config = load_profile(write_mini(tmp_path), [f'store="{tmp_path}/store"', f"budget.hours={hours}"])
-
-        @flow(name="test-budget", persist_result=False)
-        def body() -> Any:
-            return pipeline_flows.run_served(config, waiting_in_a_group(lambda: None, file), RunRequest(""))
-
-        state = body(return_state=True)
-        flow_run = state.state_details.flow_run_id
-        assert flow_run is not None
-        settle(flow_run, tasks)
-        return state.name, str(state.message), node_names(str(flow_run))
-
-    spent = 2.0 / 3600  # seconds: `b` waits for a file that is not there, and its deadline is the budget's
-    name, message, nodes = run(spent, 3)
-    assert name == "OverBudget" and "hours are spent" in message
-    assert nodes == {"a": "Completed", "b": "OverBudget", "round": "OverBudget"}
-    name, _, nodes = run(spent, 3)  # nothing is left at the beginning of `b`
-    assert name == "OverBudget"
-    assert nodes == {"a": "Cached", "b": "OverBudget", "round": "OverBudget"}
-    file.touch()
-    name, _, nodes = run(1.0, 4)
-    assert name == "Completed"
-    assert nodes == {"a": "Cached", "b": "Completed", "round": "Completed", "after": "Completed"}
-
-
 @pytest.mark.parametrize("during", [False, True], ids=["between two stages", "during a stage"])
 def test_an_interrupt_in_a_group_ends_the_run_and_the_next_one_goes_on(prefect_home, tmp_path, during):
     from prefect.client.orchestration import get_client
@@ -297,39 +258,6 @@ def test_a_run_that_is_retried_is_not_taken_for_that_of_the_dead_process(prefect
         assert client.read_flow_run(ids[0]).state.name == "Completed"
         history = client.read_flow_run_states(ids[0])
     assert "Crashed" not in [state.name for state in history]
-
-
-def test_a_run_that_waits_for_people_is_waiting_and_goes_on_when_they_are_done(prefect_home, tmp_path, monkeypatch):
-    from prefect import flow
-
-    from pipelines.prefect_flows import pipeline_flows
-
-    exchange = tmp_path / "exchange"
-    prompt = (Message("user", "What is 2 + 2?"),)
-    write_comparisons(tmp_path / "asked", [Comparison("c1", prompt, "", "test", "4", "5", "sft", "sft")])
-
-    def pipeline(config: PipelineConfig, stages: Stages) -> None:
-        asked = ArtifactStore(Home.here().store).external(ComparisonsRef, tmp_path / "asked")
-        annotator = FileAnnotator(folder=str(exchange))
-        collect = CollectPreferencesConfig(annotator=annotator, eval_fraction=0.0)
-        stages.run(collect_preferences, "collect", collect, comparisons=asked)
-
-    @flow(name="test-waiting", persist_result=False)
-    def body() -> Any:
-        return pipeline_flows.run_served(load_profile(write_mini(tmp_path)), pipeline, RunRequest(""))
-
-    monkeypatch.setattr(pipeline_flows, "open_tracker", lambda *_: MemoryTracker())
-    state = body(return_state=True)
-    [own] = exchange.iterdir()
-    assert (state.name, state.message) == (
-        "Waiting",
-        f"collect is waiting: 0 of 1 comparisons are judged; add lines to {own / 'judgments.jsonl'}",
-    )
-    tasks = api("/task_runs/filter", {"flow_runs": {"id": {"any_": [str(state.state_details.flow_run_id)]}}})
-    assert [task["state"]["name"] for task in tasks] in ([], ["Waiting"])  # the server hears of tasks a little later
-    (own / "judgments.jsonl").write_text('{"id": "c1", "choice": "first"}\n')
-    state = body(return_state=True)
-    assert state.is_completed() and list(state.result()) == ["collect"]
 
 
 def test_a_blocked_run_and_an_approval_from_a_form(prefect_home, tmp_path, monkeypatch):

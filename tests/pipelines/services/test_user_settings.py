@@ -10,7 +10,6 @@ import pytest
 from pipelines.services import home as user_settings
 from pipelines.services.home import Home, client_environment, quiet_environment
 from rlhf_core.errors import ConfigError
-from tests.pipelines.conftest import servers_forgotten
 
 CLOUD = "https://api.prefect.cloud/api/accounts/a/workspaces/w"
 POSTGRES = "postgresql+asyncpg://me:hunter2@db:5432/prefect"
@@ -135,21 +134,6 @@ def test_a_database_that_no_server_can_open_is_refused_before_one_is_started(mon
     with refused as raised:
         user_settings.check_databases()
     assert "hunter2" not in str(raised)
-
-
-def test_the_tests_own_server_runs_on_no_database_of_whoever_runs_them(tmp_path, monkeypatch):
-    theirs = {
-        f"PREFECT_{part}_DATABASE_{name}": POSTGRES for part in ("SERVER", "API") for name in ("CONNECTION_URL", "HOST")
-    }
-    theirs |= {"PREFECT_SERVER_DATABASE_DRIVER": "postgresql+asyncpg", "PREFECT_API_AUTH_STRING": "me:hunter2"}
-    theirs |= {"MLFLOW_TRACKING_URI": "http://mlflow", "MLFLOW_BACKEND_STORE_URI": "postgresql://db"}
-    for name, value in theirs.items():
-        monkeypatch.setenv(name, value)
-    assert user_settings.has_prefect_database()
-    with servers_forgotten(tmp_path):
-        assert not user_settings.has_prefect_database() and not theirs.keys() & os.environ.keys()
-        assert str(tmp_path) in quiet_environment(Home(tmp_path))[DATABASE]
-    assert theirs.items() <= os.environ.items()
 
 
 def test_prefect_itself_reads_key_and_database_of_the_profile_in_a_process_of_ours(tmp_path, monkeypatch):

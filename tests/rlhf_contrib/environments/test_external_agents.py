@@ -59,9 +59,9 @@ def answers(url: str) -> bool:
         return False
 
 
-def assert_learns(root: Path, agent: AgentConfig, *, most: float, steps: int = 20) -> None:
+def assert_learns(root: Path, agent: AgentConfig, *, most: float) -> None:
     """A turn pays the share of digits in what was said: from less than 0.1 at random to near the most that there is."""
-    rewards = rewards_of_grpo(root, agent=agent, steps=steps, samples=8)
+    rewards = rewards_of_grpo(root, agent=agent, steps=20, samples=8)
     assert rewards[0] < 0.1 and rewards[-1] > 0.9 * most
 
 
@@ -69,14 +69,10 @@ def test_an_agent_file_of_openrlhf(tmp_path):
     assert_learns(tmp_path, OpenRLHFAgent(file=str(PROGRAMS / "openrlhf_agent.py"), **LIMITS), most=2.0)
 
 
-def test_an_agent_that_knows_openais_client_alone(tmp_path):
-    agent = ProgramAgent(command=("python", str(TESTS / "rlhf_contrib/environments/openai_agent.py")), **LIMITS)
-    assert len(rewards_of_grpo(tmp_path, agent=agent, steps=2, prompts=2, samples=2)) == 2
-
-
 def test_a_program_that_posts_to_the_endpoint(tmp_path):
     agent = ProgramAgent(command=("python", "-I", "-S", str(PROGRAMS / "http_agent.py")), **LIMITS)
-    assert_learns(tmp_path, agent, most=1.0, steps=14)
+    # Two steps: that GRPO learns from episodes is shown by the test above in a fifth of the time.
+    assert len(rewards_of_grpo(tmp_path, agent=agent, steps=2, prompts=2, samples=2)) == 2
 
 
 def test_an_openenv_server(tmp_path):

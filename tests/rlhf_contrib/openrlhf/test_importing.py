@@ -170,12 +170,6 @@ def test_a_script_that_is_not_utf8_is_refused(tmp_path):
         import_script("x" * 5000, out="", lenient=False, console=Console())
 
 
-@pytest.mark.parametrize("number", ["1e999", "nan", "0.5"])
-def test_what_is_no_whole_number_is_refused(number):
-    with pytest.raises(ConfigError, match=f"--train_batch_size = '{number}': must be a whole number"):
-        translate(f"{SFT} --apply_chat_template --train_batch_size {number}", name="x", template_file="x")
-
-
 def test_control_characters_of_a_script_stay_out_of_the_profile():
     script = SFT.replace("d.jsonl", "d\x1b\x7f.jsonl") + " --apply_chat_template"
     made = translate(script, name="x", template_file="x")

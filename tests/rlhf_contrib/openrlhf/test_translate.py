@@ -448,12 +448,6 @@ def test_what_cannot_be_said_here_has_a_reason_and_the_nearest_thing(script, fla
     assert outcome.fate == "not translatable" and "; nearest: " in outcome.what[0]
 
 
-def test_policies_of_dpo_on_the_way_need_a_number_of_steps_and_the_key_is_named(tmp_path):
-    _, translation = translated(DPO + "--save_steps 5 --save_hf_ckpt", tmp_path)
-    [outcome] = [one for one in translation.outcomes if one.flag == "--save_hf_ckpt"]
-    assert "; nearest: dpo.export_every = 5 once dpo.loop.max_steps is set" in outcome.what[0]
-
-
 def test_a_reference_and_reward_models_from_elsewhere_are_steps_of_a_recipe(tmp_path):
     dpo, outcomes = translated(DPO + "--ref_pretrain ./models/other", tmp_path)
     (tmp_path / "there.toml").rename(tmp_path / "dpo.toml")
@@ -478,21 +472,6 @@ def test_a_reference_and_reward_models_from_elsewhere_are_steps_of_a_recipe(tmp_
         ConfigError, match=r"dpo\.reference = 'refrence': there is no such step; did you mean reference"
     ):
         load_profile(tmp_path / "dpo.toml", ["dpo.reference=refrence"])
-
-
-def test_a_command_that_serves_is_a_command_here_and_needs_no_profile():
-    script = "python -m openrlhf.cli.serve_rm --reward_pretrain models/rm --port 5001 --batch_size 8 --host 127.0.0.1"
-    translation = translate(script, name="x", template_file="x.jinja")
-    assert translation.profile == ""
-    assert translation.notes[0].startswith(
-        "serve_rm: `rlhf serve-reward --reward-model models/rm --port 5001 --max-batch 8` serves"
-    )
-
-
-def test_the_key_of_a_tracker_is_in_no_profile_and_no_report(tmp_path):
-    for flag in ("--use_wandb", "--logger.wandb.key"):
-        translation = translate(f"{PPO}{flag} 0123abcd {flag} 0123abcd", name="x", template_file="x.jinja")
-        assert "0123abcd" not in f"{translation.profile} {translation.outcomes} {translation.notes}"
 
 
 @pytest.mark.parametrize(("dtype", "fate"), [("bf16", "ignored"), ("fp16", "not translatable")])

@@ -17,9 +17,6 @@ from pipelines.flows.profile import load_profile
 from pipelines.services.home import Home
 from rlhf_contrib.ray_jobs import executor as ray_job
 from rlhf_contrib.ray_jobs.executor import OUTCOME, SPEC, JobOutcome, write_outcome
-from rlhf_core.annotation.people import is_met
-from rlhf_core.annotation.proposing import Comparison, write_comparisons
-from rlhf_core.config.annotators import FileAnnotator
 from rlhf_core.errors import ConfigError, RlhfError, TrainingError, WorkerLostError
 from rlhf_core.stage import stopping
 from rlhf_core.stage.gate_decisions import GateDecisions
@@ -27,9 +24,6 @@ from rlhf_core.stage.key import StageSpec
 from rlhf_core.stage.run import execute
 from rlhf_core.store import attempts
 from rlhf_core.tracking.memory import MemoryStageTracker, MemoryTracker
-from rlhf_core.types import ComparisonsRef, Message
-from stages.collect_preferences import CollectPreferencesConfig
-from stages.table import STAGES
 from tests.rlhf_contrib.ray_jobs.forked_jobs import ForkedJobs
 from tests.support.buckets import Nodes
 from tests.support.listener import Notes
@@ -348,20 +342,3 @@ def test_a_question_of_a_job_is_asked_once_and_answered_for_the_run(tmp_path, ho
     assert request.asked_in("mini") and request.asked_in("f1")
     decisions.decide(request, "approve", reason="fine")
     assert run.stage(spec, nothing).decision.action == "RESUME"
-
-
-def test_a_stage_that_waits_for_people_waits_in_a_job_too(tmp_path, home, jobs):
-    run = new_run(tmp_path, home)
-    prompt = (Message("user", "What is 2 + 2?"),)
-    write_comparisons(tmp_path / "asked", [Comparison("c1", prompt, "", "test", "4", "5", "sft", "sft")])
-    annotator = FileAnnotator(folder=str(tmp_path / "exchange"))
-    inputs: dict[str, Any] = {"comparisons": run.store.external(ComparisonsRef, tmp_path / "asked")}
-    config = CollectPreferencesConfig(annotator=annotator, eval_fraction=0.0)
-    spec = STAGES["collect_preferences"].spec(config, inputs, label="collect", seed=17, engines={})
-    with pytest.raises(stopping.StageWaiting, match="collect is waiting: 0 of 1 comparisons are judged") as waits:
-        run_toy(run, jobs, spec)
-    assert not is_met(waits.value.condition, uri="")
-    [own] = (tmp_path / "exchange").iterdir()
-    (own / "judgments.jsonl").write_text('{"id": "c1", "choice": "first"}\n')
-    assert is_met(waits.value.condition, uri="")
-    assert run_toy(run, jobs, spec).metrics["train"] == 1

@@ -17,7 +17,6 @@ import pytest
 from pipelines.services.home import Home
 from rlhf_contrib.ray_jobs.jobs import Job, Jobs, open_jobs
 from rlhf_core.runtime.cluster import free_port
-from rlhf_core.store import attempts
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.leases import living_owner
 from tests.support.toy_stage import ToyConfig, stage_key, toy_spec
@@ -155,21 +154,6 @@ def test_a_killed_flow_leaves_its_job_at_work_and_the_next_run_attaches_to_it(ho
     assert record is not None and record.attempts == 1 and record.tracking["ray.submission_id"] == job_id
     assert living_owner(store.shared, key) is None
     assert tracked(home) == [("jobs", "FINISHED"), ("jobs", "KILLED"), ("toy · jobs", "FINISHED")]
-
-
-@pytest.mark.engine
-@pytest.mark.slow
-def test_a_flow_that_gets_sigterm_stops_its_job(home, start_flow, jobs):
-    key = stage_key(toy_spec(ToyConfig(), label="toy"))
-    flow = start_flow()
-    flow.until("progress")
-    flow.process.send_signal(signal.SIGTERM)
-    assert flow.process.wait(300) != 0
-    wait_until(lambda: [job.state for job in own(jobs, home)] == ["STOPPED"])
-    store = ArtifactStore(home.store)
-    (past,) = attempts.history(store.attempts(key))
-    assert past.status == "interrupted" and living_owner(store.shared, key) is None
-    assert tracked(home) == [("jobs", "KILLED"), ("toy · jobs", "KILLED")]
 
 
 def own(jobs: Jobs, home: Home) -> list[Job]:

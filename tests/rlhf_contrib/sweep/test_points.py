@@ -234,12 +234,6 @@ def test_later_points_are_better_and_failed_ones_end_nothing(asked):
     assert fmean(last) > fmean(first) + 0.5
 
 
-def test_the_same_seed_and_results_give_the_same_points(asked):
-    points = [[result.point for result in searched(12, seed=seed)] for seed in (3, 3, 4)]
-    assert points[0] == points[1] != points[2]
-    assert all(0.001 <= float(values_of(point)["ppo.kl_coef"]) <= 1 for point in points[0])
-
-
 def test_a_point_that_is_chosen_twice_runs_once_and_another_one_is_asked_for(asked):
     results = searched(4, ranges=["ppo.epochs=1..2"], grids=["ppo.kl_coef=0.05", "ppo.loss=clip,dapo"])
     assert len(asked) == len(results) == len(set(asked)) == 4

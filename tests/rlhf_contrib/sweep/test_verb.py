@@ -185,14 +185,6 @@ def test_a_search_without_the_number_that_decides_ends_after_its_first_point(sma
     assert small.computed() == {"first": 1, "second": 1}
 
 
-def test_a_grid_without_the_number_that_decides_still_shows_its_table(small, tmp_path, capsys):
-    words = ["sweep", str(write_mini(tmp_path)), "--grid", "ppo.kl_coef=0.1,0.2", "--metric", "second:totl"]
-    assert main(words) == EXIT_REFUSED
-    shown = capsys.readouterr()
-    assert "computed 3 stages" in shown.out and "table and plot: " in shown.out
-    assert "--metric = 'totl': second has no such metric" in shown.err
-
-
 def test_optuna_chooses_the_points_and_a_killed_search_finds_its_own_again(small, tmp_path, capsys, monkeypatch):
     words = ["sweep", str(write_mini(tmp_path)), "--optuna", "5", "--range", "ppo.kl_coef=log:0.01..0.5"]
     words += ["--metric", "second:total"]

@@ -6,7 +6,6 @@ import re
 import pytest
 
 from rlhf_contrib.worlds.arithmetic import Problem, exact_match, make_tables, slip
-from rlhf_contrib.worlds.arithmetic_phrases import WORDINGS
 from rlhf_core.config.data import ArithmeticWorld
 from rlhf_core.data.tables import Tables
 from rlhf_core.errors import RewardError
@@ -59,12 +58,6 @@ def test_a_prompt_without_an_answer_is_refused():
         reward("7 + 5 = 12", "")
 
 
-def test_labels_are_right(world):
-    for prompt in (*world[0].prompts, *world[0].eval_prompts):
-        left, sign, right = re.findall(r"\d+|[+-]", prompt.messages[0].content)
-        assert int(prompt.label) == (int(left) + int(right) if sign == "+" else int(left) - int(right))
-
-
 def test_chosen_answers_are_right_and_rejected_ones_are_not(world):
     label = {prompt.messages: prompt.label for prompt in (*world[0].prompts, *world[0].eval_prompts)}
     for pair in (*world[0].preferences, *world[0].eval_preferences):
@@ -107,12 +100,6 @@ def test_the_world_belongs_to_its_seed():
 # ---------------------------------------------------------------- arithmetic phrases
 
 
-def test_every_wording_has_one_place_for_the_problem_and_they_differ():
-    asked = [wording.format("1 + 2") for wording in WORDINGS]
-    assert all(text.count("1 + 2") == 1 for text in asked)
-    assert len(set(asked)) == len(WORDINGS)
-
-
 # ---------------------------------------------------------------- worked sums
 
 
@@ -139,12 +126,6 @@ def test_errors_are_as_frequent_as_asked_and_anywhere(worked):
     assert {len(row.steps) for row in worked.steps} == {2, 3}
 
 
-def test_questions_of_the_evaluation_are_in_no_training_table(worked):
-    assert not asked(worked) & asked(worked, "eval_")
-    assert len({prompt.id for prompt in worked.prompts}) == 60
-    assert len({prompt.id for prompt in worked.eval_prompts}) == 40
-
-
 def test_answers_end_in_the_claimed_result_and_pairs_differ_in_it(worked):
     for prompt in worked.prompts:
         assert int(prompt.label) == sum(numbers_in(prompt.messages[0].content))
@@ -163,9 +144,3 @@ def test_asking_for_steps_changes_no_other_table():
     names = [name for name in plain.named() if not name.endswith("steps")]
     assert [plain.named()[name] for name in names] == [judged.named()[name] for name in names]
     assert facts == same_facts
-
-
-def test_the_plain_tables_are_those_of_always():
-    tables, _ = make_tables(ArithmeticWorld(demonstrations=3, preferences=1, prompts=1, eval_prompts=1), seed=5)
-    questions = [row.messages[0].content for row in tables.demonstrations]
-    assert questions == ["Compute 4 + 7.", "Please solve 7 - 6.", "What is 7 - 4?"]

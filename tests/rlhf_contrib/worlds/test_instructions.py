@@ -8,23 +8,18 @@ from itertools import combinations
 import pytest
 
 from rlhf_contrib.worlds.instruction_phrases import (
-    ANSWERS,
-    CLOSERS,
-    COUNTS,
-    EXCLUDES,
-    KEYWORDS,
     NEW_KINDS,
     NEW_PAIRS,
     NEW_TOPICS,
     PHRASES,
     TOPICS,
 )
-from rlhf_contrib.worlds.instruction_writer import BEFORE_CLOSER, WITH_KEYWORD, write_answer
-from rlhf_contrib.worlds.instructions import allowed, make_tables
+from rlhf_contrib.worlds.instruction_writer import write_answer
+from rlhf_contrib.worlds.instructions import make_tables
 from rlhf_core.config.data import HELD_OUT_INSTRUCTIONS, InstructionsWorld
 from rlhf_core.data.tables import Tables
 from rlhf_core.errors import ConfigError
-from rlhf_core.rewards.library.instructions import CHECKS, follows, instructions_followed, on_topic, words
+from rlhf_core.rewards.library.instructions import instructions_followed, on_topic
 from rlhf_core.types import Prompt
 
 # ---------------------------------------------------------------- instructions
@@ -71,13 +66,6 @@ def test_held_out_prompts_are_new_in_what_their_source_says(tables):
             assert bool(new_pairs & combined) == (source == "new_combinations")
 
 
-def test_instructions_of_one_prompt_go_together(tables):
-    assert all(allowed(tuple(kinds(prompt))) for prompt in (*tables.prompts, *tables.eval_prompts))
-    assert not allowed(("json", "lowercase")) and not allowed(("lowercase", "json"))
-    assert all(allowed(pair) for pair in NEW_PAIRS)
-    assert set(EXCLUDES) | {kind for others in EXCLUDES.values() for kind in others} <= set(PHRASES) <= set(CHECKS)
-
-
 def test_the_words_of_a_prompt_say_what_its_label_checks(tables):
     for prompt in (*tables.prompts, *tables.eval_prompts):
         for one in json.loads(prompt.label or "")["instructions"]:
@@ -114,15 +102,6 @@ def test_more_rows_than_the_kinds_allow_are_refused(options, error):
 def test_demonstrations_that_no_written_answer_is_long_enough_for_name_the_number_of_words():
     with pytest.raises(ConfigError, match=r"demonstrations = 10: .* min_words = 60, allow \d+ .*a smaller min_words"):
         make_tables(InstructionsWorld(prompts=20, demonstrations=10, min_words=60), seed=3)
-
-
-def test_one_answer_can_follow_both_of_a_new_pair():
-    text = "Well people use the word good today!"
-    options = {"word": "good"}
-    assert follows(text, {"kind": "keyword", **options}) and follows(text, {"kind": "exclamation"})
-    assert follows(text, {"kind": "first_word", "word": "Well"}) and follows(
-        text, {"kind": "last_word", "word": "today"}
-    )
 
 
 def test_training_prompts_may_have_some_kinds_only():
@@ -165,27 +144,6 @@ def test_every_training_prompt_gets_an_answer_that_earns_the_whole_reward_or_non
         assert instructions_followed([""], [text], [prompt.label]) == [1.0], (asked, text)
         assert on_topic([""], [text], [prompt.label]) == [1.0], (asked, text)
     assert missing < len(prompts) / 20  # a keyword and a limit of ten words leave little room
-
-
-def test_an_answer_has_the_words_that_make_it_one():
-    rng = random.Random(0)
-    for question, _ in TOPICS:
-        text = write_answer(question, [{"kind": "lowercase"}], rng, min_words=10)
-        assert text is None or len(words(text)) >= 10
-    assert write_answer("What is rain?", [{"kind": "lowercase"}], rng, min_words=40) is None
-
-
-def test_every_question_has_a_short_and_a_longer_answer_about_it():
-    for question, about in TOPICS:
-        label = json.dumps({"instructions": [{"kind": "no_commas"}], "topic": about.split(), "min_words": 6})
-        assert on_topic(["", ""], list(ANSWERS[question]), [label, label]) == [1.0, 1.0], question
-        short, longer = (len(words(text)) for text in ANSWERS[question])
-        assert short < min(COUNTS) <= longer, question
-
-
-@pytest.mark.parametrize(("listed", "ends"), [(KEYWORDS, WITH_KEYWORD), (CLOSERS, BEFORE_CLOSER)])
-def test_every_word_that_is_asked_for_has_its_phrases(listed, ends):
-    assert set(listed) == set(ends) and all(word in words(text) for word in listed for text in ends[word])
 
 
 def test_an_answer_that_has_no_room_is_none():

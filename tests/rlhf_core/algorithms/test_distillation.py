@@ -1,6 +1,5 @@
 """Divergences from one teacher, several, and teachers with other tokens, against slow loops and cases by hand."""
 
-import itertools
 import math
 from typing import Any
 
@@ -109,14 +108,6 @@ def test_top_k_matches_a_slow_loop_over_the_k_and_the_rest(kind):
     assert output.metrics["agreement"].item() == full.metrics["agreement"].item()
 
 
-def test_top_k_of_all_but_one_token_is_the_full_divergence():
-    student_TV, teacher_TV = (x.double() for x in random_logits())
-    top = (teacher_TV / 1.5).log_softmax(dim=1).topk(11, dim=1)
-    few = topk_distillation_loss(student_TV, top.values, top.indices, kind="jsd", temperature=1.5)
-    full = distillation_loss(student_TV, teacher_TV, kind="jsd", temperature=1.5)
-    assert few.loss.item() == pytest.approx(full.loss.item(), rel=1e-9)
-
-
 def test_a_teacher_certain_of_its_k_tokens_gives_a_finite_loss():
     student_TV = torch.tensor([[0.0, 0.0, -300.0]], requires_grad=True)  # and the student leaves no rest either
     ids_TK, logprobs_TK = torch.tensor([[0, 1]]), torch.tensor([[0.5, 0.5]]).log()
@@ -144,39 +135,6 @@ def logits(seed: int) -> Tensor:
 
 def teachers(temperature: float) -> list[tuple[Tensor, Tensor]]:
     return [((logits(seed) / temperature).log_softmax(dim=1), NO_IDS) for seed in (11, 12, 13)]
-
-
-def gradient_and_loss(student_TV: Tensor, kind: Any, temperature: float) -> tuple[Tensor, float]:
-    student_TV = student_TV.clone().requires_grad_(True)
-    output = multi_teacher_loss(
-        student_TV, teachers(temperature), WEIGHTS, kind=kind, jsd_beta=0.3, temperature=temperature
-    )
-    output.loss.backward()
-    return student_TV.grad, output.loss.item()
-
-
-def mean_kl(p_TV: Tensor, q_TV: Tensor) -> Tensor:
-    return (p_TV * (p_TV.log() - q_TV.log())).sum(dim=1).mean()
-
-
-@pytest.mark.parametrize("temperature", [1.0, 1.7])
-@pytest.mark.parametrize("kind", ["forward", "reverse"])
-def test_the_sum_of_divergences_is_the_divergence_from_the_mixture_but_for_a_constant(kind, temperature):
-    logprobs = torch.stack([one for one, _ in teachers(temperature)])
-    w = torch.tensor([1 / 8, 4 / 8, 3 / 8], dtype=torch.float64).view(3, 1, 1)
-    arithmetic_TV = (w * logprobs.exp()).sum(dim=0)
-    geometric_TV = (w * logprobs).sum(dim=0).softmax(dim=1)
-    constants = []
-    for seed in (1, 2):  # two students: what is left does not depend on the student
-        student_TV = logits(seed).requires_grad_(True)
-        q_TV = (student_TV / temperature).softmax(dim=1)
-        target = mean_kl(arithmetic_TV, q_TV) if kind == "forward" else mean_kl(q_TV, geometric_TV)
-        target.backward()
-        gradient, loss = gradient_and_loss(logits(seed), kind, temperature)
-        torch.testing.assert_close(gradient, student_TV.grad, rtol=1e-9, atol=1e-12)
-        constants.append(loss - target.item())
-    assert constants[0] == pytest.approx(constants[1], rel=1e-9)
-    assert constants[0] > 0.1
 
 
 @pytest.mark.parametrize("k", [0, 20])
@@ -267,16 +225,6 @@ def test_the_loss_matches_a_slow_loop_over_all_outcomes(kind, k):
     assert uld_loss(*sides, kind=kind, k=k, groups=16.0).loss.item() == pytest.approx(sum(expected) / 16, rel=1e-12)
 
 
-def test_one_token_against_one_token_is_the_formula_of_the_paper():
-    student, teacher = model(300, 3)[0], model(1000, 4)[0]
-    own_T = torch.zeros(9, dtype=torch.long)
-    spans = [(at, at + 1) for at in range(9)]
-    output = uld_loss(*outcomes(student, own_T, spans, 0), *outcomes(teacher, own_T, spans, 0), kind="uld", k=0)
-    ranked = [x.exp().sort(dim=1, descending=True).values for x in (student, teacher)]
-    distance = (ranked[0] - ranked[1][:, :300]).abs().sum() + ranked[1][:, 300:].sum()  # 700 zeros for the student
-    assert output.loss.item() == pytest.approx(distance.item() / 9, rel=1e-12)
-
-
 def test_the_outcomes_of_a_group_add_up_to_one_and_its_text_is_the_product_of_its_tokens():
     logprobs_TV, own_T = model(300, 5)
     text_G, others_GN = outcomes(logprobs_TV, own_T, STUDENT_SPANS, 0)
@@ -298,28 +246,6 @@ def test_a_student_that_cuts_the_same_words_otherwise_is_at_distance_zero(kind):
     output = uld_loss(*ours, *outcomes(teacher, torch.tensor([0]), [(0, 1)], 0), kind=kind, k=0)
     assert output.loss.item() == pytest.approx(0.0, abs=1e-12)
     assert output.metrics["logprob_gap"].item() == pytest.approx(0.0, abs=1e-12)
-
-
-def test_sorting_forgets_which_token_is_meant_and_the_text_does_not():
-    # The teacher says the text with 0.8, the student with 0.2: sorted they are the same, on the text they are 0.6 apart.
-    student, teacher = (torch.tensor([row], dtype=torch.float64).log() for row in ([0.2, 0.8], [0.8, 0.2]))
-    sides = [outcomes(x, torch.tensor([0]), [(0, 1)], 0) for x in (student, teacher)]
-    losses = [uld_loss(*sides[0], *sides[1], kind=kind, k=0) for kind in ("uld", "uld_text")]
-    assert [one.loss.item() for one in losses] == pytest.approx([0.0, 1.2], abs=1e-12)
-    assert losses[0].metrics["logprob_gap"].item() == pytest.approx(math.log(4), rel=1e-12)
-
-
-def test_fewer_outcomes_give_a_lower_bound_and_sorting_all_is_never_more_than_keeping_the_text():
-    for seed in range(20):
-        student, teacher = model(300, seed), model(1000, 100 + seed)
-        losses: dict[str, list[float]] = {"uld": [], "uld_text": []}
-        for kind, found in losses.items():
-            for k in (1, 5, 50, 299, 0):
-                sides = *outcomes(*student, STUDENT_SPANS, k), *outcomes(*teacher, TEACHER_SPANS, k)
-                found.append(uld_loss(*sides, kind=kind, k=k).loss.item())
-            assert all(few <= more + 1e-12 for few, more in itertools.pairwise(found))
-            assert 0 < found[-1] <= 2
-        assert losses["uld"][-1] <= losses["uld_text"][-1] + 1e-12
 
 
 @pytest.mark.parametrize("k", [0, 3])

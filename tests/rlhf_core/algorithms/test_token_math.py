@@ -110,14 +110,6 @@ def test_the_estimators_match_a_slow_loop_and_are_zero_for_equal_models():
         assert estimator(logprobs, logprobs.clone()).tolist() == [0.0] * 40
 
 
-def test_k1_and_k3_are_unbiased_for_the_reverse_kl():
-    p = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
-    q = torch.tensor([0.2, 0.2, 0.6], dtype=torch.float64)
-    exact = sum(a * math.log(a / b) for a, b in zip(p.tolist(), q.tolist(), strict=True))
-    for estimator in (k1, k3):  # the expectation over all three outcomes, not a sample of them
-        assert (p * estimator(p.log(), q.log())).sum().item() == pytest.approx(exact, rel=1e-12)
-
-
 @pytest.mark.parametrize(
     ("estimator", "value", "slope"),
     [
@@ -133,20 +125,6 @@ def test_a_penalty_in_the_loss_has_the_value_of_its_estimator_and_the_gradient_o
     term.sum().backward()
     assert term.item() == pytest.approx(value, rel=1e-12)
     assert logprobs.grad is not None and logprobs.grad.item() == pytest.approx(slope, rel=1e-12)
-
-
-@pytest.mark.parametrize("estimator", ["k2", "k1", "k3", "k3_direct"])
-def test_the_expected_gradient_is_that_of_the_reverse_kl_but_for_k3_itself(estimator):
-    """Exact expectation over three tokens: sum of pi grad(term) against autograd's gradient of KL(pi || pi_ref)."""
-    logits = torch.tensor([0.3, -0.4, 1.0], dtype=torch.float64, requires_grad=True)
-    reference = torch.tensor([-0.2, 0.5, 0.1], dtype=torch.float64).log_softmax(dim=0)
-    logprobs = logits.log_softmax(dim=0)
-    expected = (logprobs.detach().exp() * kl_in_loss(logprobs, reference, estimator=estimator)).sum()
-    (ours,) = torch.autograd.grad(expected, logits, retain_graph=True)
-    (reverse,) = torch.autograd.grad((logprobs.exp() * (logprobs - reference)).sum(), logits, retain_graph=True)
-    (forward,) = torch.autograd.grad((reference.exp() * (reference - logprobs)).sum(), logits)
-    assert torch.allclose(ours, forward if estimator == "k3_direct" else reverse, atol=1e-12)
-    assert not torch.allclose(forward, reverse, atol=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -97,12 +97,6 @@ def test_a_model_that_is_too_sure_is_calibrated_on_pairs_that_were_not_fitted():
     json.dumps(report, allow_nan=False)
 
 
-def test_a_calibrated_model_is_not_made_better():
-    report = calibration_report(drawn_margins(4000, scale=1.0), prompts=range(4000), seed=1)
-    assert report["temperature"] == pytest.approx(1.0, rel=0.15)
-    assert report["ece_change"]["low"] < 0.01 and report["ece_change"]["high"] > -0.01
-
-
 def test_pairs_that_are_all_right_have_no_best_temperature_and_the_report_says_so():
     for margin, best in ((1.0, SHARPEST), (1000.0, SHARPEST), (-1.0, FLATTEST)):  # at 1000 the loss is 0 long before
         report = calibration_report([margin] * 40, prompts=range(40), seed=1)

@@ -2,7 +2,6 @@
 
 import json
 import math
-import random
 from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
@@ -99,29 +98,6 @@ def test_the_difference_of_two_models_is_that_of_their_hits_on_the_same_pairs():
     clustered = accuracy_difference(ours, theirs, [at // 10 for at in range(50)])
     assert clustered["mean"] == pytest.approx(0.12) and clustered["low"] < 0
     assert clustered["low"] < found["low"] and accuracy_difference(ours[:48], theirs[:48], range(48))["low"] > 0
-
-
-def test_a_model_that_scores_length_alone_is_found_out():
-    rng = random.Random(1)
-    chosen, rejected = [rng.randint(5, 50) for _ in range(200)], [rng.randint(5, 50) for _ in range(200)]
-    report, _ = report_on([float(n) for n in chosen], [float(n) for n in rejected], lengths=(chosen, rejected))
-    assert report["length_correlation"] == pytest.approx(1.0)
-    assert report["margin_length_correlation"] == pytest.approx(1.0)
-    assert report["slices"]["chosen is longer"]["accuracy"] == 1.0
-    assert report["slices"]["chosen is shorter"]["accuracy"] == 0.0
-
-
-def test_labels_drawn_from_the_model_itself_leave_no_calibration_error():
-    rng = random.Random(4)
-    margins = [abs(rng.gauss(0, 1.5)) for _ in range(4000)]
-    signs = [1 if rng.random() < 1 / (1 + math.exp(-margin)) else -1 for margin in margins]
-
-    def error(scale: float) -> float:
-        scores = [scale * sign * margin for sign, margin in zip(signs, margins)]
-        return float(report_on(scores, [0.0] * 4000)[0]["ece"])
-
-    assert error(1.0) < 0.025  # sampling noise of ten bins of 400 pairs
-    assert error(5.0) > 0.1  # five times too sure
 
 
 # ---------------------------------------------------------------- reward probes

@@ -157,21 +157,6 @@ def test_long_rows_are_left_alone_for_the_mask_they_would_need(monkeypatch):
     assert batches.shared_rows(batch_of(*LENGTHS)) is None
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("model_type", ["gemma2", "llama", "qwen3"])
-def test_hidden_states_are_those_of_a_row_each(model_type, monkeypatch):
-    model, batch = small(model_type), batch_of(*LENGTHS)
-    rows_seen: list[int] = []
-    model.base_model.register_forward_pre_hook(
-        lambda module, args, kwargs: rows_seen.append(len(kwargs["input_ids"])), with_kwargs=True
-    )
-    shared = real(hidden_states(model, batch), batch)
-    own_rows(monkeypatch)
-    alone = real(hidden_states(model, batch), batch)
-    assert rows_seen == [3, 6]
-    assert_near([shared], [alone], SHAPE)
-
-
 def test_gradients_are_those_of_a_row_each(monkeypatch):
     batch = batch_of(*LENGTHS)
 
@@ -259,26 +244,6 @@ def test_gradients_of_shared_beginnings_are_those_of_a_row_each(monkeypatch):
     for one, other in zip(shared, gradients(), strict=True):
         assert_near([one], [other], SHAPE)
     assert used == [True, False]
-
-
-def test_an_answer_does_not_see_the_others_at_all():
-    model = small("llama")
-    embedded: list[Tensor] = []
-
-    def opened(module: Any, inputs: Any, output: Tensor) -> Tensor:
-        embedded.append(output.detach().requires_grad_())
-        return embedded[-1]
-
-    model.get_input_embeddings().register_forward_hook(opened)
-    logprobs_BL, _ = token_logprobs(model, GROUPS, temperature=1.0, with_entropy=False)
-    layout = batches.shared_rows(GROUPS, prefixes_of=32)
-    assert layout is not None
-    width = GROUPS.token_ids_BL.shape[1]
-    for row, _, length in GROUPS.rows:
-        (gradient_RLH,) = torch.autograd.grad(logprobs_BL[row].sum(), embedded, retain_graph=True)
-        touched = gradient_RLH.abs().sum(-1).flatten().nonzero().flatten().tolist()
-        # The last token is only predicted, so nothing depends on its embedding.
-        assert sorted(touched) == sorted(layout.gone_to[row * width : row * width + length - 1].tolist())
 
 
 @torch.no_grad()

@@ -82,18 +82,6 @@ def test_dropout_is_off_even_in_training_mode(tiny_llama, tmp_path):
         assert torch.equal(model(input_ids=IDS).logits, model(input_ids=IDS).logits)
 
 
-def test_checkpointed_activations_give_the_same_gradient(tiny_llama):
-    gradients = []
-    for checkpointing in (False, True):
-        model = loaded(tiny_llama, checkpointing=checkpointing)
-        assert model.is_gradient_checkpointing is checkpointing
-        batch = collate([TokenSample((1, 20, 30, 40), (0, 1, 1, 1))], pad_id=0)
-        token_logprobs(model, batch, temperature=1.0, with_entropy=False)[0].sum().backward()
-        gradients.append(model.model.layers[0].mlp.up_proj.weight.grad)
-    assert gradients[0].abs().sum() > 0
-    torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=1e-7)
-
-
 def test_materialise_copies_a_folder_with_its_tokenizer_and_template(tiny_llama, tmp_path):
     materialize(PretrainedModel(path=str(tiny_llama)), tmp_path / "out")
     assert (tmp_path / "out/model.safetensors").read_bytes() == (tiny_llama / "model.safetensors").read_bytes()
@@ -161,14 +149,6 @@ def test_variables_of_an_export_that_is_imported_again_are_the_last_ones(tiny_ll
 def test_variables_that_a_template_does_not_read_are_refused(tiny_llama, tmp_path, values, rule):
     with pytest.raises((ConfigError, ValidationError), match=rule):
         materialize(PretrainedModel(path=str(tiny_llama), chat_template_kwargs=values), tmp_path, chat_template=THINKS)
-
-
-def test_materialise_twice_gives_the_same_bytes(tiny_llama, tmp_path):
-    for name in ("one", "two"):
-        materialize(PretrainedModel(path=str(tiny_llama)), tmp_path / name)
-    for file in (tmp_path / "one").iterdir():
-        assert file.read_bytes() == (tmp_path / "two" / file.name).read_bytes(), file.name
-        assert str(tmp_path).encode() not in file.read_bytes(), file.name
 
 
 def padless(source: Path, folder: Path) -> Path:
@@ -461,22 +441,6 @@ def test_an_export_in_bfloat16_says_so(tiny_llama, tmp_path):
     export_model(loaded(tiny_llama, dtype="bfloat16"), tmp_path, tokenizer_from=tiny_llama)
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
     assert loaded(tmp_path, dtype="bfloat16").dtype == torch.bfloat16
-
-
-def test_an_exported_reward_model_scores_the_same_in_plain_transformers(tiny_llama, tmp_path):
-    from transformers import AutoModelForSequenceClassification
-
-    model = loaded(tiny_llama, "score")
-    export_model(model, tmp_path, tokenizer_from=tiny_llama)
-    plain = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
-    assert plain.config.num_labels == 1 and plain.score.bias is None
-    with torch.no_grad():
-        assert torch.equal(plain(input_ids=IDS).logits, model(input_ids=IDS).logits)
-        # Padded on the right by hand: plain transformers finds the last token from the padding id.
-        padded = torch.tensor([[1, 20, 30, 4, 0, 0, 0]])
-        torch.testing.assert_close(
-            plain(input_ids=padded).logits, model(input_ids=padded[:, :4]).logits, rtol=0, atol=1e-6
-        )
 
 
 def test_a_model_with_lora_also_leaves_its_adapters(tiny_llama, tmp_path):

@@ -20,7 +20,6 @@ from rlhf_core.models.loading import export_model
 from rlhf_core.models.lora import WeightStream, has_lora, save_adapter, weights_digest, without_adapters
 from rlhf_core.models.parameter_sources import OpenFiles
 from rlhf_core.models.parts import open_parts
-from rlhf_core.models.weight_files import DTYPES, WeightFile
 from rlhf_core.types import TokenSample
 from tests.rlhf_core.models.conftest import IDS, loaded
 
@@ -120,34 +119,12 @@ def test_merging_leaves_the_live_model_alone(tiny_llama):
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_a_merged_export_equals_the_adapted_model(tiny_llama, tmp_path):
-    from transformers import AutoModelForCausalLM
-
-    model = trained(tiny_llama)
-    assert (logits(model) - logits(loaded(tiny_llama))).abs().max() > 1e-2
-    export_model(model, tmp_path, tokenizer_from=tiny_llama)
-    exported = AutoModelForCausalLM.from_pretrained(tmp_path)
-    torch.testing.assert_close(logits(exported), logits(model), rtol=0, atol=1e-5)
-
-
 def test_bfloat16_weights_are_merged_in_fp32_and_rounded_once(tiny_llama):
     model = trained(tiny_llama, dtype="bfloat16")
     layer = model.model.layers[0].self_attn.q_proj
     a, b = layer.lora_A["default"].weight.float(), layer.lora_B["default"].weight.float()
     wanted = (layer.base_layer.weight.float() + 2.0 * b @ a).to(torch.bfloat16)
     assert torch.equal(merged_state_dict(model)["model.layers.0.self_attn.q_proj.weight"], wanted)
-
-
-def test_a_saved_adapter_loads_in_peft_on_the_base(tiny_llama, tmp_path):
-    import peft
-    from transformers import AutoModelForCausalLM
-
-    model = trained(tiny_llama)
-    save_adapter(model, tmp_path)
-    assert str(tiny_llama) not in (tmp_path / "adapter_config.json").read_text()
-    base = AutoModelForCausalLM.from_pretrained(tiny_llama)
-    again = peft.PeftModel.from_pretrained(base, str(tmp_path))
-    assert torch.equal(logits(again), logits(model))
 
 
 def test_adapters_alone_are_those_of_the_file_but_for_the_idle_ones(tiny_llama, tmp_path):
@@ -337,20 +314,6 @@ def test_adapters_that_would_not_be_trained_or_merged_are_refused(family, tied, 
         loaded(folder, head, lora=LoraConfig(rank=2, **lora))
 
 
-def test_a_file_that_is_written_weight_by_weight_is_the_one_that_is_written_at_once(tmp_path):
-    weights = {f"{index}": torch.arange(6).reshape(2, 3).to(dtype) for index, dtype in enumerate(reversed(DTYPES))}
-    weights |= {
-        'a "name" in UTF-8: \u00e9\u6587': torch.ones(3),
-        "scalar": torch.tensor(2.5),
-        "empty": torch.ones(0, 4),
-    }
-    save_file(weights, tmp_path / "one", metadata={"format": "pt"})
-    with WeightFile(tmp_path / "other", {n: one.to("meta") for n, one in weights.items()}, {"format": "pt"}) as file:
-        for name in sorted(weights, reverse=True):
-            file.write(name, weights[name])
-    assert (tmp_path / "one").read_bytes() == (tmp_path / "other").read_bytes()
-
-
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3", "jamba"])
 @pytest.mark.parametrize("size", ["5GB", "20KB"])
 def test_files_written_when_they_are_full_are_those_of_all_weights_at_once(family, size, made, tmp_path, monkeypatch):
@@ -445,7 +408,7 @@ def test_the_end_of_a_full_name_selects_a_module(tiny_llama):
 
 
 def test_a_row_of_zeros_has_no_direction_for_dora(made):
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import load_file
 
     folder = made("llama", tie_word_embeddings=False)
     weights = load_file(folder / "model.safetensors")

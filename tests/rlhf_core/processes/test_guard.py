@@ -5,14 +5,12 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-import time
 
 import pytest
 
 from rlhf_core.processes import guard
 from rlhf_core.processes.child import guarded, guarded_process
-from rlhf_core.processes.guard import _descendants, kill_group
+from rlhf_core.processes.guard import kill_group
 from rlhf_core.processes.identity import process_stat
 from tests.support.process_state import assert_gone
 
@@ -238,32 +236,3 @@ def test_a_program_that_is_not_there_is_named_among_its_errors():
 
     errors, status = asyncio.run(run())
     assert (status, errors) == (1, b"no-such-program: No such file or directory\n")
-
-
-@LISTS
-def test_children_of_all_threads_are_found_and_those_that_have_ended_are_passed_over(lists, monkeypatch):
-    monkeypatch.setattr(guard, "KERNEL_LISTS_CHILDREN", lists)
-    running: list[subprocess.Popen[bytes]] = []
-    release = threading.Event()
-
-    def start_in_thread() -> None:
-        running.append(subprocess.Popen(["sh", "-c", "sleep 600 & wait"]))
-        release.wait()  # the child belongs to this thread
-
-    thread = threading.Thread(target=start_in_thread, daemon=True)
-    thread.start()
-    zombie, reaped = subprocess.Popen(["true"]), subprocess.Popen(["true"])
-    os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)
-    reaped.wait()
-    children = guard._children
-    monkeypatch.setattr(guard, "_children", lambda pid: [*children(pid), *[reaped.pid] * (pid == os.getpid())])
-    while not running or not (grandchildren := children(running[0].pid)):
-        time.sleep(0.01)
-    found = set(_descendants(os.getpid()))
-    assert found >= {running[0].pid, *grandchildren} and not found & {zombie.pid, reaped.pid}
-    release.set()
-    thread.join()
-    for pid in (running[0].pid, *grandchildren):
-        os.kill(pid, signal.SIGKILL)
-    running[0].wait()
-    zombie.wait()

@@ -16,10 +16,8 @@ from rlhf_core.types import ActionSpan, Completion, Prompt, PromptsRef
 from stages.generate import GenerateConfig
 from stages.ppo import PPOConfig
 from tests.rlhf_core.agents.scripted import WORLDS
-from tests.support.training import killed_and_resumed, question, series, shop_and_inputs, untimed
+from tests.support.training import question, series, shop_and_inputs
 from tests.support.workshop import Workshop
-
-OPENRLHF = {"type": "openrlhf", "file": str(Path(WORLDS).parents[2] / "rlhf_contrib/openrlhf/openrlhf_agent.py")}
 
 
 def world(name: str, **settings: Any) -> dict[str, Any]:
@@ -61,23 +59,6 @@ def test_the_trainer_reads_episodes_exactly_as_they_were_sampled(tmp_path, polic
     assert series(shop, "policy/ratio_max")[0] == pytest.approx(1.0, abs=1e-6)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "agent",
-    [
-        pytest.param(world("Readable"), id="environment"),
-        pytest.param(OPENRLHF, id="openrlhf", marks=pytest.mark.slow),  # its process imports torch, three times
-    ],
-)
-def test_a_killed_run_with_an_agent_makes_the_same_bytes(tmp_path, policy, agent):
-    whole, inputs = shop_and_inputs(tmp_path / "whole", policy)
-    settings = config(agent)
-    uninterrupted, _ = whole.run("ppo", settings, inputs)
-    shop, inputs = shop_and_inputs(tmp_path / "killed", policy)
-    assert killed_and_resumed(shop, "ppo", settings, inputs, at=1).digest == uninterrupted.digest
-    assert untimed(shop.tracker.points)[-1] == untimed(whole.tracker.points)[-1]
-
-
 def mixed_inputs(root: Path, policy: Path) -> tuple[Workshop, dict[str, Any]]:
     """Return a store with prompts of three sources, two of each."""
     shop, inputs = shop_and_inputs(root, policy)
@@ -103,15 +84,6 @@ def test_sources_have_their_own_environments_beside_answers_of_one_turn(tmp_path
     failed, of = failed_of(whole, decision)["agents.b"]
     assert set(failed_of(whole, decision)) == {"agents.b"} and 0 < failed < of == 16
     assert max(series(whole, "source/plain/length")) <= 5 and max(series(whole, "rollout/turns")) > 1
-
-
-@pytest.mark.full
-def test_a_killed_run_whose_sources_have_their_own_environments_makes_the_same_bytes(tmp_path, policy):
-    whole, inputs = mixed_inputs(tmp_path / "whole", policy)
-    uninterrupted, _ = whole.run("ppo", of_sources(), inputs)
-    shop, inputs = mixed_inputs(tmp_path / "killed", policy)
-    assert killed_and_resumed(shop, "ppo", of_sources(), inputs, at=2).digest == uninterrupted.digest
-    assert untimed(shop.tracker.points)[-1] == untimed(whole.tracker.points)[-1]
 
 
 def test_generated_answers_have_the_agent_of_their_source_and_its_tokens(tmp_path, policy):

@@ -8,7 +8,6 @@ import pytest
 from pydantic import ValidationError
 
 from rlhf_core.config.monitors import HeldOutConfig
-from rlhf_core.config.policy import Staleness
 from rlhf_core.config.rewards import FunctionReward, RewardsConfig
 from rlhf_core.data.tables import read_prompts, write_prompts
 from rlhf_core.errors import ConfigError
@@ -16,7 +15,7 @@ from rlhf_core.rollouts.prompts import hold_out
 from rlhf_core.types import ArtifactRef, PromptsRef
 from stages.ppo import PPOConfig
 from tests.stages.test_ppo import config
-from tests.support.training import killed_and_resumed, series, shop_and_inputs, stopped_and_resumed, untimed
+from tests.support.training import series, shop_and_inputs, stopped_and_resumed, untimed
 from tests.support.workshop import Workshop
 
 
@@ -99,27 +98,6 @@ def test_a_rollback_returns_to_the_start_and_lowers_the_learning_rate(tmp_path, 
     assert _tensors(exported) == _tensors(first)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("at", [1, 2, 3, 5, 7])
-def test_a_killed_run_with_evaluations_and_rollbacks_ends_with_the_same_bytes(tmp_path, policy, at):
-    monitor = ROLLBACK | {"for_steps": 3, "after": 1, "max_rollbacks": 9}
-    settings = watched(
-        evaluate=EVALUATE.model_copy(update={"independent": None}),
-        monitors=[monitor, {"type": "collapse", "reference_steps": 2}],
-        steps=8,
-        checkpoint_every=3,
-        advantage={"type": "gae"},
-        kl={"coef": 0.05, "target": 0.5},
-    )
-    whole, inputs = shop_and_inputs(tmp_path / "whole", policy)
-    expected, _ = whole.run("ppo", settings, inputs)
-    assert any("rolled back" in event["message"] for event in report(whole, expected)["events"])
-    killed, inputs = shop_and_inputs(tmp_path / "killed", policy)
-    ref = killed_and_resumed(killed, "ppo", settings, inputs, at=at)
-    assert untimed(killed.tracker.points) == untimed(whole.tracker.points)
-    assert ref.digest == expected.digest
-
-
 def test_how_often_checkpoints_are_written_and_a_stop_on_request_change_no_rollback(tmp_path, policy):
     monitor = ROLLBACK | {"for_steps": 2, "after": 4, "max_rollbacks": 1}
     results = []
@@ -175,16 +153,6 @@ def test_evaluation_and_warnings_change_no_update(tmp_path, policy):
     exported, trained = (store.path(one) for store, one in ((shop.store, ref), (plain.store, expected)))
     assert _tensors(exported / "model.safetensors") == _tensors(trained / "model.safetensors")
     assert not (trained / "monitors.json").exists()
-
-
-@pytest.mark.full
-def test_evaluation_beside_sampling_ahead_is_resumed(tmp_path, policy):
-    settings = watched(evaluate=EVALUATE, ahead=Staleness(steps=2), checkpoint_every=2)
-    whole, inputs = shop_and_inputs(tmp_path / "whole", policy)
-    expected, _ = whole.run("ppo", settings, inputs)
-    killed, inputs = shop_and_inputs(tmp_path / "killed", policy)
-    ref = killed_and_resumed(killed, "ppo", settings, inputs, at=1)  # the checkpoint is that of step 0
-    assert ref.digest == expected.digest
 
 
 def test_a_metric_that_was_never_logged_is_named_at_the_end(tmp_path, policy, caplog):

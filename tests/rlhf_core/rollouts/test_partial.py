@@ -90,19 +90,6 @@ def test_no_sizes_and_no_lengths_lock_up_and_no_group_is_lost_torn_or_older_than
     assert max(per_version) <= rounds
 
 
-def test_a_step_ends_when_its_groups_are_whole_and_what_is_long_goes_on_under_the_next_weights():
-    # groups of one, two a step, four under way; only prompt p0 is long
-    long_prompt = 0
-    sampler = FakeSampler(lambda request: 6 if request.prompt_ids[1] == long_prompt else 1)
-    steps = steps_of(sampler, 3, prompts=2, group=1, tokens=2, rounds=3, in_flight=4)
-    assert [len(requests) for _, requests in sampler.batches[:1]] == [4]
-    assert [version for version, _ in sampler.batches] == [0, 1, 2], "no step waited for the long answer"
-    (spans,) = [one.completion.spans for drawn, _ in steps for one in drawn if one.prompt.id == "p0"][:1]
-    versions = [span.policy_version for span in spans]
-    assert versions == list(range(versions[0], versions[0] + 3))
-    assert [(span.start, span.end) for span in spans] == [(0, 2), (2, 4), (4, 6)]
-
-
 def test_an_answer_goes_on_from_its_own_tokens_with_a_seed_of_its_own_per_segment():
     sampler = FakeSampler(lambda request: 4)
     ((drawn, pool),) = steps_of(sampler, 1, prompts=1, group=2, tokens=2, rounds=2, in_flight=1)

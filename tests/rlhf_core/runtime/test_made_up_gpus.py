@@ -15,14 +15,12 @@ import pytest
 import torch
 
 from rlhf_core.config.engines import TrainerConfig
-from rlhf_core.config.runtime import HFSamplerConfig, PoolConfig, RuntimeConfig, VllmSamplerConfig
+from rlhf_core.config.runtime import PoolConfig, RuntimeConfig, VllmSamplerConfig
 from rlhf_core.errors import ConfigError, WorkerLostError
-from rlhf_core.interfaces import ModelSpec
 from rlhf_core.runtime import placement
 from rlhf_core.runtime.cluster import SEE_NO_GPU, worker_environment
 from rlhf_core.runtime.connection import keep_token_private
 from rlhf_core.runtime.placement import Placement, reserve
-from rlhf_core.runtime.ray_runtime import RayRuntime
 from rlhf_core.runtime.weight_sync import choose_transfer
 
 pytestmark = [
@@ -124,13 +122,6 @@ def test_engines_of_two_gpus_share_them_with_the_ranks_of_their_node(cluster):
     assert sorted(one.lent(alone.train, parallel=2)[0]) == sorted(gpus[0] for gpus in alone.train)
 
 
-def test_ranks_that_outnumber_the_engines_still_have_a_gpu_each(cluster):
-    places = Places(reserve(config_of(3, 0.3, 2, 0.6)))
-    assert len({gpus[0] for gpus in places.train}) == 3
-    assert len({gpus[0] for gpus in places.sample}) == 2
-    assert {gpus[0] for gpus in places.sample} < {gpus[0] for gpus in places.train}
-
-
 def test_a_rank_and_an_engine_alone_share_one_gpu_and_leave_its_rest_to_others(cluster):
     places = Places(reserve(config_of(1, 0.4, 1, 0.4)))
     assert places.train == places.sample
@@ -190,40 +181,6 @@ def test_a_worker_without_gpus_sees_none_on_a_node_that_has_some(cluster):
         for change in ({SEE_NO_GPU: "0"}, {})
     ]
     assert found == [None, ""]
-
-
-@pytest.mark.parametrize("base", [(1, 1, 1, 1), (2, 0.5, 2, 0.5)], ids=["apart", "colocated"])
-def test_a_pool_shares_its_gpus_with_nobody(cluster, base):
-    judges = PoolConfig(workers=2, gpus_per_worker=1, roles=("reference",))
-    places = Places(reserve(config_of(*base, pools={"judges": judges})))
-    assert len({gpus[0] for gpus in places.train + places.sample}) == 2
-    assert len({gpus[0] for gpus in places.train + places.sample + places.pooled}) == 4
-    assert len({gpus[0].partition(":")[0] for gpus in places.pooled}) == 1
-
-
-def test_a_worker_that_computes_on_the_cpu_in_place_of_its_gpu_is_refused(cluster, policies):
-    config = RuntimeConfig(
-        gpus_per_train_worker=0.5,
-        gpus_per_engine=0.5,
-        trainer=TrainerConfig(engine="torch"),
-        sampler=HFSamplerConfig(),
-        worker_timeout_s=400,
-    )
-    runtime = RayRuntime(config)
-    remedy = r"install the GPU build of torch \(and vLLM\) and the driver, or set it to 0"
-    try:
-        with (
-            pytest.raises(ConfigError, match=rf"gpus_per_train_worker = 0\.5: Ray reserved GPU \w+:\d, .*; {remedy}"),
-            runtime.trainer("policy", ModelSpec(str(policies[0]), "lm", None, 0), None),
-        ):
-            pass
-        with (
-            pytest.raises(ConfigError, match=rf"gpus_per_engine = 0\.5: Ray reserved GPU \w+:\d, .*; {remedy}"),
-            runtime.sampler(policies[0]),
-        ):
-            pass
-    finally:
-        runtime.close()
 
 
 # ---------------------------------------------------------------- GPUs that are not there yet

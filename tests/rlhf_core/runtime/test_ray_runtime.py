@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import psutil
 import pytest
 import ray
@@ -26,7 +25,6 @@ from rlhf_core.runtime.connection import ray_folder
 from rlhf_core.runtime.local_runtime import LocalRuntime
 from rlhf_core.runtime.placement import reserve
 from rlhf_core.runtime.ray_runtime import RayRuntime
-from rlhf_core.sequences import Sequences, Subset
 from rlhf_core.training.objectives.base import SftObjective
 from rlhf_core.types import SamplingRequest, TokenSample
 from tests.support.policies import TWO_RANKS
@@ -232,22 +230,6 @@ def test_results_per_sample_come_back_in_order(trainers):
     ranks, alone = (logprob_rows(trainer, UNEQUAL) for trainer in trainers)
     for got, expected in zip(ranks, alone, strict=True):
         assert got == pytest.approx(expected, abs=1e-5)
-
-
-def test_ranks_measure_a_selection_by_its_numbers_and_rank_0_calls_functions(trainers):
-    ranks, alone = trainers
-    tokens = Sequences.of(UNEQUAL)
-    some = Subset(tokens, np.array([3, 0, 2]))
-    assert ranks.logprobs(some, temperature=1.0) == pytest.approx(alone.logprobs(some, temperature=1.0), abs=1e-5)
-    assert ranks.compute(os.getpid) != os.getpid() == alone.compute(os.getpid)
-    assert ranks.compute(Sequences.split, tokens, tokens.loss_mask)[1].tolist() == [*UNEQUAL[1].loss_mask]
-
-
-def test_the_likeliest_tokens_come_back_in_order(trainers):
-    ranks, alone = (trainer.top_logprobs(UNEQUAL, k=3, temperature=1.0) for trainer in trainers)
-    for got, expected in zip(ranks, alone, strict=True):
-        assert got.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
-        assert got.ids[:, 0].tolist() == expected.ids[:, 0].tolist()
 
 
 def test_steps_on_two_ranks_are_steps_on_the_whole_batch(trainers):

@@ -5,8 +5,6 @@ import json
 import os
 import shutil
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -310,30 +308,6 @@ def test_records_follow_mlflow_to_another_address(database, empty_database, tmp_
     assert stage.uri == places[0]
     assert "MLFLOW_TRACKING_URI" not in os.environ, "it would pass for a server of the user's"
     assert [client.get_run(one).info.status for one in (tracker.run_id, stage.run_id)] == ["FINISHED", "FINISHED"]
-
-
-def test_what_a_killed_process_could_not_send_is_sent_by_the_next(database, tmp_path, client):
-    program = f"""
-import os
-
-from rlhf_core.tracking.mlflow import MlflowTracker
-from pathlib import Path
-tracker = MlflowTracker("sqlite:///{database}", experiment="rlhf", artifact_root=Path("{tmp_path}/files"))
-tracker.start("first", run_id=None, params={{}}, tags={{}})
-stage = tracker.stage("sft", key="k1", params={{}}, tags={{}})
-stage.metrics(1, {{"loss": 2.0}})
-print(tracker.run_id, stage.run_id, flush=True)
-os.kill(os.getpid(), 9)
-"""
-    child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=Path.cwd(), check=False)
-    assert child.returncode == -9, child.stderr
-    parent, stage = child.stdout.split()
-    tracker = MlflowTracker(f"sqlite:///{database}", experiment="rlhf", artifact_root=tmp_path / "files")
-    tracker.start("second", run_id=None, params={}, tags={})
-    tracker.finish("FINISHED", note="")
-    assert client.get_run(stage).data.metrics == {"loss": 2.0}
-    assert client.get_run(parent).info.status == "KILLED"  # start() ends the runs of dead processes
-    assert client.get_run(stage).info.status == "KILLED"
 
 
 def test_only_runs_whose_process_is_gone_are_ended(make, client):

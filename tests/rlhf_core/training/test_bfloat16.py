@@ -47,14 +47,6 @@ def test_a_policy_that_is_its_reference_says_what_it_says(engine, runs):
         assert min(min(row) for row in first["policy"]) < -4.0
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_the_loss_falls(engine, runs):
-    losses = joined(runs[engine], "loss")
-    assert losses[0] == pytest.approx(5.77, abs=0.2)  # about the logarithm of the vocabulary, 320
-    assert losses[-1] < losses[0] - 1.0
-    assert all(step["skipped"] == 0.0 for rank in runs[engine] for step in rank["history"])
-
-
 @pytest.mark.parametrize("engine", STAGES)
 def test_every_stage_follows_the_plain_engine(engine, runs):
     """Both keep float32 weights for updates, and DeepSpeed's start from rounded ones and compute in bfloat16 throughout.

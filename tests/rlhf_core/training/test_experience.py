@@ -255,21 +255,6 @@ def test_without_a_reference_nothing_is_measured_of_it_and_a_penalty_is_an_error
         estimate_advantages(made, estimator=RLOOAdvantage(), group_size=2, kl_coef=0.1)
 
 
-def test_a_group_estimator_refuses_a_single_sample():
-    made = experience(rollout((1,), (2,), 1.0), old=-1.0, ref=-1.0, value=0.0)
-    with pytest.raises(ConfigError, match=r"ppo\.samples_per_prompt = 1: .*at least 2"):
-        estimate_advantages(made, estimator=RLOOAdvantage(), group_size=1, kl_coef=0.0)
-
-
-def test_whitening_makes_gae_advantages_zero_mean_and_unit_variance():
-    made = experience(rollout((1,), (2, 3), 1.0), rollout((1,), (2,), -2.0), old=-1.0, ref=-1.0, value=0.0)
-    whitened = GAEAdvantage(gae_lambda=1.0)
-    result = estimate_advantages(made, estimator=whitened, group_size=1, kl_coef=0.0)
-    valid = result.advantages_BT[torch.tensor([[True, True], [True, False]])]
-    assert valid.mean().item() == pytest.approx(0.0, abs=1e-6)
-    assert valid.std(correction=0).item() == pytest.approx(1.0, abs=1e-5)
-
-
 def test_training_rows_are_zero_on_the_prompt_and_keep_the_samplers_logprobs():
     made = experience(rollout((1, 9), (2, 3), 1.0), old=-1.0, ref=-1.0, value=0.5)
     result = estimate_advantages(made, estimator=GAE, group_size=1, kl_coef=0.0)

@@ -1,7 +1,5 @@
 """Training on a made-up GPU: to the same bits as on the CPU, without mixed devices, and Python waits for it once a micro-batch."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,6 @@ from rlhf_core.stage.checkpoints import wait_for_parts
 from rlhf_core.training.engines.base import TorchEngine
 from rlhf_core.training.objectives.base import (
     BradleyTerryObjective,
-    PlacedModel,
     PolicyObjective,
     SftObjective,
     StepObjective,
@@ -32,7 +29,7 @@ from rlhf_core.training.objectives.distillation import DistillationObjective
 from rlhf_core.training.objectives.preference import KTOObjective, PairObjective
 from rlhf_core.training.trainer import LocalTrainer
 from rlhf_core.types import AnswerSample, DistillationSample, StepSample
-from tests.support.made_up_device import CPU, CUDA, MadeUpDevice, made_up_device
+from tests.support.made_up_device import CPU, CUDA, made_up_device
 
 POLICY = PolicyObjective(ClipLoss(), 24, temperature=0.7, kl_coef=0.1, entropy_coef=0.01, correction=CorrectionConfig())
 OBJECTIVES: dict[str, tuple[str, Any]] = {
@@ -114,92 +111,6 @@ def test_a_step_is_that_of_the_cpu_and_waits_once_for_each_micro_batch(name, dty
     batches = {"packed": 2, "reward": 1}.get(name, BATCHES)
     assert waits == {IN_TRANSFORMERS: batches, AT_THE_END: 1} | FURTHER.get(name, {})
     assert waits_of_step == {OF_AN_UPDATE: 1}
-
-
-MUTANTS: dict[str, Callable[[torch.Tensor], object]] = {
-    "item": lambda x: x.sum().item(),
-    "float": lambda x: float(x.sum()),
-    "if": lambda x: 1 if (x > 0).any() else 0,
-    "in": lambda x: 7 in x,
-    "index": lambda x: x[: x.sum().long()],
-    "tolist": lambda x: x.tolist(),
-    "cpu": lambda x: x.cpu(),
-    "to": lambda x: x.to("cpu", non_blocking=True),
-    "numpy": lambda x: x.numpy(force=True),
-    "allclose": lambda x: torch.allclose(x, x),
-    "equal": lambda x: torch.equal(x, x),
-    "unique": lambda x: x.unique(dim=0),
-    "unique values": lambda x: x.unique(),
-    "nonzero": lambda x: x.nonzero(),
-    "where": lambda x: torch.where(x > 0),
-    "masked_select": lambda x: x.masked_select(x > 0),
-    "mask": lambda x: x[x > 0],
-    "write by mask": lambda x: x.index_put_((x >= 0,), x.flatten().clone()),
-    "list": lambda x: x[[0]],
-    "repeat": lambda x: x[0].repeat_interleave(x[0].long()),
-    "bincount": lambda x: x.long().flatten().bincount(),
-    "histogram": lambda x: x.histc(4),
-    "inverse": lambda x: torch.linalg.inv(x.T @ x + torch.eye(x.shape[1], device=x.device)),
-    "blocking copy": lambda x: torch.zeros(3).to(x.device),
-    "pageable copy": lambda x: torch.zeros(3).to(x.device, non_blocking=True),
-    "array": lambda x: torch.from_numpy(np.ones(3)).to(x.device),
-    "new tensor": lambda x: torch.tensor([1.0], device=x.device),
-}
-"""Lines that wait for a GPU."""
-FREE: dict[str, Callable[[torch.Tensor], object]] = {
-    "write a number by mask": lambda x: x.index_put_((x > 2,), torch.zeros((), device=x.device)),
-    "write a number": lambda x: x.__setitem__((0, 0), 1.0),
-    "masked_fill": lambda x: x.masked_fill(x > 0, 0.0),
-    "index": lambda x: x[x[0].long()],
-    "repeat": lambda x: x[0].repeat_interleave(2),
-    "repeat to a size": lambda x: x[0].repeat_interleave(torch.ones_like(x[0]).long(), output_size=x.shape[1]),
-    "histogram": lambda x: x.histc(4, 0, 1),
-    "pinned copy": lambda x: torch.zeros(3).pin_memory().to(x.device, non_blocking=True),
-}
-"""Lines that resemble them, and do not."""
-
-
-@dataclass(frozen=True)
-class Changed(SftObjective):
-    """With more lines in each micro-batch, and the waits that each has added."""
-
-    device: MadeUpDevice | None = None
-    lines: tuple[Callable[[torch.Tensor], object], ...] = ()
-    added: list[int] = field(default_factory=list)
-
-    def compute(self, model: PlacedModel, *arguments: Any) -> Any:
-        x_BL = model.batch(arguments[0]).loss_mask_BL
-        for line in self.lines:
-            before = self.device.waits.total()
-            line(x_BL.clone())
-            self.added.append(self.device.waits.total() - before)
-        return super().compute(model, *arguments)
-
-
-def test_a_line_that_waits_changes_the_number_of_waits_of_a_micro_batch(samples, policy_folder):
-    model = loaded(
-        policy_folder, "sft"
-    )  # not on the made-up GPU, where weights that are read later may be NaN until then
-    with made_up_device() as device:
-        trainer = opened(model, "float32", CUDA)
-        device.staged_bytes = 0
-
-        def waits(*lines: Callable[[torch.Tensor], object]) -> tuple[int, list[int]]:
-            device.waits.clear()
-            changed = Changed(None, device=device, lines=lines)
-            trainer.forward_backward(samples["sft"][:ROWS], changed)  # one micro-batch
-            return device.waits.total(), changed.added
-
-        held, _ = waits()
-        assert held == 2  # in transformers, and at the end
-        total, added = waits(*MUTANTS.values())
-        assert dict(zip(MUTANTS, added, strict=True)) == dict.fromkeys(MUTANTS, 1)
-        assert total == held + len(MUTANTS)
-        assert dict(zip(FREE, waits(*FREE.values())[1], strict=True)) == dict.fromkeys(FREE, 0)
-        with pytest.raises(TypeError, match="can't convert cuda:0 device type tensor to numpy"):
-            waits(np.asarray)
-        with pytest.raises(RuntimeError, match="cannot pin"):
-            waits(torch.Tensor.pin_memory)
 
 
 def saved_and_loaded(trainer: LocalTrainer, out: Path, samples: Any) -> tuple[Any, ...]:

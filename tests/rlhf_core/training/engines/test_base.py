@@ -9,7 +9,7 @@ from torch import nn
 
 from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
 from rlhf_core.config.models import LoraConfig
-from rlhf_core.errors import ConfigError, TrainingError
+from rlhf_core.errors import ConfigError
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.training.engines.base import TorchEngine, open_engine
 from rlhf_core.training.state import LAUNCHER
@@ -63,21 +63,11 @@ def test_bfloat16_is_for_computing_alone():
     assert engine.module.weight.item() == 1 + 2**-10
 
 
-def test_a_frozen_engine_has_no_step():
-    with pytest.raises(TrainingError, match="a frozen model cannot be trained"):
-        engine_of(1.0, trained=False).step(0.1)
-
-
 def test_a_frozen_model_needs_nothing_of_deepspeed_below_stage_3(policy_spec):
     engine = open_engine(policy_spec, None, TrainerConfig(engine="deepspeed", zero_stage=1, dtype="bfloat16"))
     assert isinstance(engine, TorchEngine)
     assert {parameter.dtype for parameter in engine.module.parameters()} == {torch.bfloat16}
     assert not any(parameter.requires_grad for parameter in engine.module.parameters())
-
-
-def test_a_trained_model_keeps_float32_weights_on_the_plain_engine(policy_spec):
-    engine = open_engine(policy_spec, OptimizerConfig(), TrainerConfig(engine="torch", dtype="bfloat16"))
-    assert {parameter.dtype for parameter in engine.module.parameters()} == {torch.float32}
 
 
 def test_the_plain_engine_refuses_to_train_on_several_ranks(policy_spec, monkeypatch):

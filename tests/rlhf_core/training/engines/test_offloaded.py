@@ -12,7 +12,7 @@ PROGRAM = Path(__file__).with_name("offloaded_program.py")
 
 @pytest.mark.engine
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "dtype"), [(3, "bfloat16"), (2, "float32")])
+@pytest.mark.parametrize(("stage", "dtype"), [(3, "bfloat16"), pytest.param(2, "float32", marks=pytest.mark.full)])
 def test_offloaded_states_are_written_without_a_copy_and_training_goes_on_from_them(
     policy_folder, tmp_path, stage, dtype
 ):

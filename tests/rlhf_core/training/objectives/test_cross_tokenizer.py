@@ -169,20 +169,3 @@ def test_the_gradient_depends_neither_on_micro_batches_nor_on_chunks(models, sam
     chunks = gradients(models, samples, [told], k)
     for other in (alone, chunks):
         assert (whole - other).abs().max() / whole.abs().max() < 12 * of_model(TINY)
-
-
-@pytest.mark.parametrize("teacher", ["large", "own"])
-def test_steps_on_the_loss_bring_the_student_nearer_to_the_teacher_that_has_a_weight(models, samples, teacher):
-    weights = tuple((name, float(name == teacher)) for name, _ in WEIGHTS)
-    told, objective = taught(models, samples, 4), replace(OBJECTIVE, kl_weight=1.0, weights=weights)
-    optimizer = torch.optim.Adam(models[0].parameters(), lr=1e-3)
-    measured = []
-    for _ in range(40):
-        optimizer.zero_grad()
-        output = objective.compute(PlacedModel(models[0], 0, CPU), told, objective.denominators(samples))
-        output.loss.backward()
-        optimizer.step()
-        measured.append({name: value.item() for name, value in output.metrics.items()})
-    # The gap of log-probs need not fall: the untrained teacher gives these texts hardly any probability.
-    for name in ("loss", f"divergence/{teacher}"):
-        assert measured[-1][name] < measured[0][name] / 2, name
