@@ -20,7 +20,7 @@ from pipelines.flows.recipe import drawn
 from pipelines.services.home import Home
 from rlhf_core.by_path import is_path
 from rlhf_core.errors import ConfigError
-from rlhf_core.stage.decision import last_record, target_of
+from rlhf_core.stage.decision import target_of
 from rlhf_core.store import attempts
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.records import KeyRecord
@@ -156,7 +156,7 @@ def _facts(store: ArtifactStore, stage: PlannedStage, record: KeyRecord | None) 
     if past and record is None:
         failure = f": {past[-1].failure}" if past[-1].failure else ""
         yield f"attempts: {len(past)}, the last one {past[-1].status}{failure}"
-    made = record or last_record(store, stage.spec)
+    made = record or store.latest(stage.label, stage.spec.pipeline)
     if made is not None:
         metric = key_metric(made.metrics)
         said = "artifact" if record else f"last result, of {made.made}"

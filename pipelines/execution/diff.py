@@ -90,9 +90,8 @@ def side_of(name: str, overrides: Sequence[str], store: ArtifactStore, home: Hom
             if run is None:
                 rule = "is no profile, no label or digest of an artifact, no folder, and no name or id of an MLflow run"
                 known = [*profile_names(), *{record.label for record in store.records()}]
-                near = nearest(name, known)
-                remedy = near if near.startswith("did you") else "see `rlhf runs`, `rlhf store ls` and `rlhf profiles`"
-                raise ConfigError("diff", name, rule, remedy) from None
+                lists = "see `rlhf runs`, `rlhf store ls` and `rlhf profiles`"
+                raise ConfigError("diff", name, rule, nearest(name, known, otherwise=lists)) from None
             records = {label: store.record(key) for label, key in run.keys.items()}
             stages = {label: of_record(record) for label, record in records.items() if record is not None}
             gone = tuple(label for label, record in records.items() if record is None)

@@ -248,8 +248,7 @@ def value_of(gate: GateConfig, index: int, known: Mapping[str, float]) -> float:
     names = sorted(known)
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     rule = f"{gate.after} has no such metric; it has {', '.join(names[:SHOWN]) or 'none'}{more}"
-    near = nearest(gate.metric, names)
-    remedy = near if near.startswith("did you mean") else "name one of them"
+    remedy = nearest(gate.metric, names, otherwise="name one of them")
     raise ConfigError(f"gates[{index}].metric", gate.metric, rule, remedy)
 
 

@@ -5,10 +5,10 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from pipelines.execution.executor import Listener, RunContext, RunOptions, StageExecutor, Tracker
+from pipelines.execution.executor import Listener, Listeners, RunContext, RunOptions, StageExecutor, Tracker
 from pipelines.execution.local import LazyRuntime, LocalExecutor
 from pipelines.execution.plan import Pipeline, PlannedStage, plan
-from pipelines.execution.progress_lines import LoggedLines
+from pipelines.execution.progress_lines import ProgressLines
 from pipelines.execution.reward_arguments import check_rewards
 from pipelines.execution.run import PipelineRun, still_forced
 from pipelines.execution.summary import shown_overrides
@@ -84,7 +84,7 @@ def open_run(
     for stage in planned:
         listener.planned(stage.label, stage.decision)
     # Prefect's log of the run has what a terminal would show.
-    context = RunContext(config, options, store, tracker, LoggedLines(listener))
+    context = RunContext(config, options, store, tracker, Listeners(ProgressLines(), listener))
     executor = open_executor(context, runtime)
     try:
         executor.prepare(planned)
@@ -116,11 +116,11 @@ def open_executor(context: RunContext, runtime: LazyRuntime | None = None) -> St
     return LocalExecutor(context, LazyRuntime(context.config.runtime))
 
 
-def open_tracker(config: PipelineConfig, home: Home, *, join: str = "") -> Tracker:
+def open_tracker(config: PipelineConfig, home: Home, *, join: str = "") -> MlflowTracker:
     """Return the MLflow tracker of a run; `join` is the token of a run that another process opened."""
     uri, place = tracking_uri(home), tracking_place(home)
     ours = place == home.mlflow_uri
-    tracker: Tracker = MlflowTracker(
+    return MlflowTracker(
         uri,
         experiment=config.experiment,
         artifact_root=home.mlflow_artifacts if ours else None,
@@ -131,7 +131,6 @@ def open_tracker(config: PipelineConfig, home: Home, *, join: str = "") -> Track
         further=FurtherTrackers(config.track.also, home.root / "trackers" / config.name, config.name),
         locate=lambda: tracking_uri(home),
     )
-    return tracker
 
 
 def import_tracker(home: Home) -> None:

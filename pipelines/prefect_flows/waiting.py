@@ -117,7 +117,7 @@ def _waits(flow_run: FlowRun | None) -> bool:
 def _read(client: SyncPrefectClient, name: str) -> FlowRun | None:
     try:
         return client.read_flow_run(UUID(name))
-    except ObjectNotFound:
+    except (ObjectNotFound, ValueError):  # a name that is no id
         return None
 
 
@@ -164,9 +164,9 @@ def approve(
 def go_on(flow_runs: Sequence[str]) -> str:
     """Start the waiting runs of deployments again; return the result, or the remaining steps."""
     by_hand, done = "run the same command again, and it goes on", []
-    for flow_run in dict.fromkeys(flow_runs):
-        if not waits(flow_run):
-            continue
+    with get_client(sync_client=True) as client:
+        waiting = [one for one in dict.fromkeys(flow_runs) if _waits(_read(client, one))]
+    for flow_run in waiting:
         try:
             found = resume(flow_run, served=True)
         except ResumeError as error:  # the decision is written down in any case
@@ -174,13 +174,3 @@ def go_on(flow_runs: Sequence[str]) -> str:
         else:
             done += [found.message] if found.kind == "scheduled" else []
     return "; ".join(done) or by_hand
-
-
-def waits(flow_run: str) -> bool:
-    """Return whether a flow run has ended as Waiting; one that was cancelled or has failed is not started again."""
-    try:
-        with get_client(sync_client=True) as client:
-            state = client.read_flow_run(UUID(flow_run)).state
-    except (ObjectNotFound, ValueError):
-        return False
-    return state is not None and state.name == StageWaiting.state

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from pipelines.execution.executor import Silent, Tally
+from pipelines.execution.executor import Tally
 from pipelines.execution.gates import Gatekeeper, Outcome, Verdict, condition
 from pipelines.execution.summary import Measure, shown_overrides, stage_measures
 from pipelines.flows.run_rules import GateConfig
@@ -263,7 +263,7 @@ def run_points(
     """
     results = []
     for point in points:
-        tally, began, error = Tally(Silent()), time.monotonic(), ""
+        tally, began, error = Tally(), time.monotonic(), ""
         measures: dict[str, dict[str, Measure]] = {}
         digests: dict[str, str] = {}
         try:

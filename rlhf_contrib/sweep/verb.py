@@ -12,8 +12,8 @@ from pathlib import Path
 
 from pipelines.cli.common import console, print_line, profile_options, short
 from pipelines.cli.display import open_display
-from pipelines.cli.run_command import kept_log, prefect_server, run_recorded, run_request
-from pipelines.execution.executor import Listener, Tally, Tracker
+from pipelines.cli.run_command import kept_log, run_recorded, run_request
+from pipelines.execution.executor import Listener, Listeners, Tally, Tracker
 from pipelines.execution.local import KeptRuntime
 from pipelines.execution.opening import is_watched, open_tracker, plan_run, results_if_all_cached, store_of
 from pipelines.execution.plan import PlannedStage
@@ -22,6 +22,7 @@ from pipelines.execution.summary import OF_POLICIES, shown_overrides
 from pipelines.flows.full import lifecycle
 from pipelines.flows.profile import PipelineConfig, load_profile, profile_digest
 from pipelines.services.home import Home
+from pipelines.services.reconcile import prefect_server
 from pipelines.services.servers import PrivateServer
 from rlhf_contrib.sweep.points import (
     Goal,
@@ -112,8 +113,7 @@ class Sweep:
         def run_point(point: Point, tally: Tally) -> Mapping[str, ArtifactRef]:
             print_line(f"point {next(numbers)} of {self.points.count}: {named(point)}")
             with open_display(console) as display, kept_log(self.home, display):
-                tally.inner = display
-                return self._run(point, tally)
+                return self._run(point, Listeners(display, tally))
 
         return self.points.run(run_point, store, goal_in)
 

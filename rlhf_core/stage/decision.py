@@ -228,11 +228,6 @@ def _note(store: ArtifactStore, label: str, pipeline: str) -> _Note | None:
     return parse(store.label(label, pipeline), _Note)
 
 
-def last_record(store: ArtifactStore, spec: StageSpec) -> KeyRecord | None:
-    """Return the record of the stage's last result in this pipeline; None if there is none, or it is gone."""
-    return store.latest(spec.label, spec.pipeline)
-
-
 def changed_modules(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
     """Return the names of the modules that were changed, added or removed."""
     return sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))

@@ -16,7 +16,7 @@ from rlhf_core.errors import ConfigError, nearest
 from rlhf_core.interfaces import RegistryState
 from rlhf_core.processes.identity import user_name
 from rlhf_core.tracking import redaction
-from rlhf_core.tracking.mlflow_client import answering, database_file, open_client
+from rlhf_core.tracking.mlflow_client import answering, is_missing_database, open_client
 from rlhf_core.tracking.mlflow_delivery import DIGEST_TAG, registry_name
 from rlhf_core.types import CHAMPION
 
@@ -38,6 +38,8 @@ def move_tag(how: str, why: str) -> dict[str, str]:
 logger = logging.getLogger(__name__)
 
 ROLLBACK = "rollback"
+REGISTRY_URI = "MLFLOW_REGISTRY_URI"
+"""Environment variable with a registry elsewhere than the runs."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ def read_champions(uri: str, name: str) -> Champions | None:
 
     Raises TrackingError if the registry does not answer.
     """
-    if _is_missing_database(uri):
+    if is_missing_database(os.environ.get(REGISTRY_URI) or uri):
         return None
     with answering(uri, name="registry"):
         client = open_client(uri)
@@ -137,7 +139,7 @@ def registry_state(uri: str, name: str) -> RegistryState:
 
 def model_names(uri: str) -> list[str]:
     """Return the names of the registered models that have or had a champion."""
-    if _is_missing_database(uri):
+    if is_missing_database(os.environ.get(REGISTRY_URI) or uri):
         return []
     with answering(uri, name="registry"):
         client = open_client(uri)
@@ -181,9 +183,3 @@ def _moves(version: Any) -> Iterator[tuple[str, ChampionMove]]:
                 yield key, ChampionMove(version=str(version.version), digest=digest, **json.loads(value))
             except (TypeError, ValueError):
                 logger.warning("version %s of %s: the tag %s cannot be read", version.version, version.name, key)
-
-
-def _is_missing_database(uri: str) -> bool:
-    """Return whether the registry behind `uri` is a database that does not exist yet."""
-    database = database_file(os.environ.get("MLFLOW_REGISTRY_URI") or uri)
-    return database is not None and not database.exists()

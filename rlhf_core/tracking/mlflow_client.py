@@ -74,6 +74,12 @@ def database_file(uri: str) -> Path | None:
     return Path(uri.removeprefix(_SQLITE)) if uri.startswith(_SQLITE) else None
 
 
+def is_missing_database(uri: str) -> bool:
+    """True if `uri` is a SQLite database that does not exist yet."""
+    database = database_file(uri)
+    return database is not None and not database.exists()
+
+
 def in_one_line(error: Exception) -> str:
     """Return type and first line of an error, without secrets."""
     return without_secrets(f"{type(error).__name__}: {error}".splitlines()[0][:300])
