@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from pipelines.cli.common import console, print_line, profile_options
+from pipelines.cli.common import console, print_line
 from pipelines.cli.display import LiveDisplay, PlainDisplay, open_display, results_tables
 from pipelines.execution.executor import Listener, Listeners, RunOptions, Tally
 from pipelines.execution.local import LazyRuntime
@@ -25,7 +25,7 @@ from pipelines.execution.opening import (
 )
 from pipelines.execution.plan import PlannedStage, outlook
 from pipelines.execution.request import RunRequest
-from pipelines.execution.run import PipelineRun, policies_of
+from pipelines.execution.run import PipelineRun, model_digests
 from pipelines.execution.summary import run_name
 from pipelines.flows.full import lifecycle
 from pipelines.flows.profile import PipelineConfig
@@ -49,11 +49,6 @@ OUR_LOGGERS = ("pipelines", "stages", "rlhf_core", "rlhf_contrib")
 
 
 WAIT_LOOK_S = 10.0
-
-
-def run_options(parser: argparse.ArgumentParser) -> None:
-    profile_options(parser)
-    parser.add_argument("--wait", action="store_true", help="wait for annotations and approvals, then continue")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -113,7 +108,7 @@ def shown_run(
         results = None if watched else results_if_all_cached(planned, store, listener, strict=wanted.strict)
         if results is not None:
             name = run_name(config.name, wanted.overrides, "")
-            note.change(name=name, state=COMPLETED, policies=policies_of(results))
+            note.change(name=name, state=COMPLETED, policies=model_digests(results))
         if results is None:
             # If all stages were cached a moment ago, a result is gone now: the run plans again, with the checks of a plan.
             stale = not watched and all(stage.decision.action == "HIT" for stage in planned)

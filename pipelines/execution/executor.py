@@ -14,7 +14,7 @@ from rlhf_core.stage import stopping
 from rlhf_core.stage.checkpoints import Checkpoints
 from rlhf_core.stage.decision import Decision, target_of
 from rlhf_core.stage.key import StageSpec, Strictness
-from rlhf_core.stage.run import find
+from rlhf_core.stage.run import find_hit
 from rlhf_core.store import attempts
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.tracking.memory import MemoryTracker, RunStatus
@@ -264,7 +264,7 @@ class StageExecutor(Protocol):
 
 def find_result(context: RunContext, spec: StageSpec) -> StageOutcome | None:
     """Return the outcome of a stage whose result is in the store, and report the HIT; None if there is no result."""
-    found = find(context.store, spec, strict=context.options.strict)
+    found = find_hit(context.store, spec, strict=context.options.strict)
     if found is None:
         return None
     record, decision = found

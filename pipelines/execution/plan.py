@@ -74,7 +74,7 @@ def run_until(config: PipelineConfig, pipeline: Pipeline, stages: Stages, until:
         pipeline(config, replace(stages, run_stage=UntilStage(stages.run_stage, until)))
 
 
-def plan(
+def plan_stages(
     config: PipelineConfig,
     store: ArtifactStore,
     *,

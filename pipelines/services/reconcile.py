@@ -25,9 +25,9 @@ def reconcile_all(home: Home, stores: list[ArtifactStore]) -> Iterator[str]:
     if was_used(home):
         with some_prefect(home):
             # Prefect reads its settings when it is imported, and `some_prefect` has just made them.
-            from pipelines.services.flow_runs import reconcile
+            from pipelines.services.flow_runs import reconcile_flow_runs
 
-            yield from map(str, reconcile())
+            yield from map(str, reconcile_flow_runs())
             services = running(home)
             if services is not None:
                 yield from update_links(home, services)
@@ -53,7 +53,7 @@ def reconcile_mlflow(home: Home) -> Iterator[str]:
     uri = tracking_uri(home)
     if is_missing_database(uri):
         return
-    for run in mlflow.reconcile_all(uri):
+    for run in mlflow.end_all_dead_runs(uri):
         yield f"MLflow {run.experiment}/{run.name} ({run.run_id}) -> KILLED: its {run.owner} ended without reporting a result"
 
 

@@ -28,7 +28,7 @@ from statistics import fmean
 from types import TracebackType
 from typing import Self, TypeAlias, TypeVar
 
-from rlhf_core.agents.episodes import Episode, play
+from rlhf_core.agents.episodes import Episode, play_episodes
 from rlhf_core.agents.process import Environments
 from rlhf_core.config.agents import AgentsBySource
 from rlhf_core.config.engines import SamplingConfig
@@ -154,7 +154,7 @@ SINGLE_TURN = OpenEnvironments({}, {"": ""})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Draw:
+class AnswerDraw:
     """What the answers of a step are drawn from, and how many they are."""
 
     engine: Sampler
@@ -211,7 +211,7 @@ class Draw:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WholeAnswers(Draw):
+class WholeAnswers(AnswerDraw):
     """Draws the prompts of a step and samples their answers whole: a `DrawAnswers` without a pool."""
 
     environments: OpenEnvironments = SINGLE_TURN
@@ -288,7 +288,7 @@ def answers(
         own = [work[at] for at in found]
         if key:
             opened = environments.by_key[key]
-            played = play(sampler, chat.with_tools(opened.tools), own, opened, opened.config, sampling)
+            played = play_episodes(sampler, chat.with_tools(opened.tools), own, opened, opened.config, sampling)
             drawn = [(one.prompt_ids, one.completion) for one in played]
         else:
             requests = [SamplingRequest(one.prompt_ids, one.seed, routed_experts=routed_experts) for one in own]
@@ -318,7 +318,7 @@ def episode_metrics(completions: Sequence[Completion]) -> Metrics:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PartialAnswers(Draw):
+class PartialAnswers(AnswerDraw):
     """Samples answers in rounds and takes the groups that are whole: a `DrawAnswers` with a pool."""
 
     tokens: int

@@ -16,7 +16,7 @@ from rlhf_core.errors import ConfigError, nearest
 from rlhf_core.interfaces import RegistryState
 from rlhf_core.processes.identity import user_name
 from rlhf_core.tracking import redaction
-from rlhf_core.tracking.mlflow_client import answering, is_missing_database, open_client
+from rlhf_core.tracking.mlflow_client import is_missing_database, open_client, tracking_errors
 from rlhf_core.tracking.mlflow_delivery import DIGEST_TAG, registry_name
 from rlhf_core.types import CHAMPION
 
@@ -107,7 +107,7 @@ def read_champions(uri: str, name: str) -> Champions | None:
     """
     if is_missing_database(os.environ.get(REGISTRY_URI) or uri):
         return None
-    with answering(uri, name="registry"):
+    with tracking_errors(uri, name="registry"):
         client = open_client(uri)
         found = client.search_registered_models(filter_string=f"name = '{registry_name(name)}'")
         return _champions(client, found[0]) if found else None
@@ -141,7 +141,7 @@ def model_names(uri: str) -> list[str]:
     """Return the names of the registered models that have or had a champion."""
     if is_missing_database(os.environ.get(REGISTRY_URI) or uri):
         return []
-    with answering(uri, name="registry"):
+    with tracking_errors(uri, name="registry"):
         client = open_client(uri)
         found = [_champions(client, model) for model in client.search_registered_models()]
     return [one.name for one in found if one.current or one.moves]
@@ -158,7 +158,7 @@ def roll_back(uri: str, name: str, *, why: str) -> tuple[str, str]:
     if not found.previous:
         rule = "has no champion before the current one" if found.current else "has never had a champion"
         raise ConfigError("champion", name, rule, "publish another policy, or move the alias in MLflow")
-    with answering(uri, name="registry"):
+    with tracking_errors(uri, name="registry"):
         client = open_client(uri)
         for key, value in redaction.tags(move_tag(ROLLBACK, why)).items():  # first, so that no move lacks its reason
             client.set_model_version_tag(found.name, found.previous, key, value)

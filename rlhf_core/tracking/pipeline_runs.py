@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_core.tracking.mlflow_client import FLOW_RUN_TAG, answering, is_missing_database, open_client
+from rlhf_core.tracking.mlflow_client import FLOW_RUN_TAG, is_missing_database, open_client, tracking_errors
 from rlhf_core.tracking.mlflow_delivery import KEY_TAG, NOTE_TAG, RUN_TAG, STAGE_TAG, STAGES_TAG
 
 _ID = re.compile(r"[0-9a-f]{32}")
@@ -32,7 +32,7 @@ def find_run(uri: str, wanted: str) -> TrackedRun | None:
     """
     if is_missing_database(uri):
         return None
-    with answering(uri):
+    with tracking_errors(uri):
         client = open_client(uri)
         found = _search(client, wanted)
         return None if found is None else _tracked(client, found)
@@ -65,7 +65,7 @@ def rewrite_tags(uri: str, tag: str, rewrite: Callable[[str], str]) -> int:
     if is_missing_database(uri):
         return 0
     changed = 0
-    with answering(uri):
+    with tracking_errors(uri):
         client = open_client(uri)
         experiments, page = [one.experiment_id for one in client.search_experiments()], None
         while True:
