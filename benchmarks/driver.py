@@ -71,7 +71,7 @@ class Noise:
     def generate(self, requests: Any, sampling: Any) -> Any:
         import numpy as np
 
-        from rlhf_core.runtime.packed_completions import pack
+        from rlhf_core.runtime.packed_completions import pack_completions
         from rlhf_core.types import Column, Completion, SamplingRequest
 
         made = []
@@ -81,7 +81,7 @@ class Noise:
             ids = Column("i", dice.integers(0, VOCABULARY, length, dtype=np.int32))
             logprobs: Column[float] = Column("f", -dice.random(length, dtype=np.float32))
             made.append(Completion(ids, logprobs, "x", "stop", 0, one.seed))
-        return pack(made)
+        return pack_completions(made)
 
     def logprobs(self, lease: str, samples: Any, **keywords: Any) -> Any:
         import numpy as np

@@ -179,7 +179,7 @@ def run_rank(folder: Path, dtype: str, *, adapters: bool) -> int:
     from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
     from rlhf_core.config.models import LoraConfig
     from rlhf_core.interfaces import ModelSpec
-    from rlhf_core.runtime.weights import BUCKET_BYTES, buckets, pack
+    from rlhf_core.runtime.weights import BUCKET_BYTES, buckets, pack_weights
     from rlhf_core.training.trainer import LocalTrainer
 
     torch.set_num_threads(1)
@@ -194,7 +194,7 @@ def run_rank(folder: Path, dtype: str, *, adapters: bool) -> int:
 
     def sync(trainer: Any) -> None:
         """Fill the buckets of the object store, which copies each into shared memory, on the first rank."""
-        for part in map(pack, buckets(trainer.stream())) if rank == 0 else trainer.stream():
+        for part in map(pack_weights, buckets(trainer.stream())) if rank == 0 else trainer.stream():
             del part
         trainer.stream().digest()
 

@@ -153,7 +153,7 @@ def plain(sampler: Any, batches: Sequence[Sequence[Any]], sampling: Any) -> Call
 
 def episodes_of(policy: Path, options: argparse.Namespace, stack: contextlib.ExitStack) -> Callable[[Any, str], object]:
     """Return a function that plays the same episodes with a sampler, by a way of scheduling."""
-    from rlhf_core.agents.episodes import Episode, play
+    from rlhf_core.agents.episodes import Episode, play_episodes
     from rlhf_core.agents.process import Environments
     from rlhf_core.config.agents import EnvironmentAgent
     from rlhf_core.config.engines import SamplingConfig
@@ -176,7 +176,7 @@ def episodes_of(policy: Path, options: argparse.Namespace, stack: contextlib.Exi
 
     def played(sampler: Any, scheduling: Literal["lockstep", "continuous"]) -> None:
         limits = agent.model_copy(update={"scheduling": scheduling})
-        for one in play(sampler, chat, episodes, environments, limits, sampling):
+        for one in play_episodes(sampler, chat, episodes, environments, limits, sampling):
             if one.completion.failure:
                 raise RuntimeError(one.completion.failure)
 

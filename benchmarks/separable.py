@@ -33,7 +33,7 @@ from unittest.mock import patch
 import torch
 
 from rlhf_core.models import forward
-from rlhf_core.models.batches import SEPARABLE, collate, sees_whole_rows, shared_rows, unpack
+from rlhf_core.models.batches import SEPARABLE, collate, sees_whole_rows, shared_rows, unpack_rows
 from rlhf_core.types import TokenSample, ids, mask
 
 ROUNDING = 1e-4
@@ -333,7 +333,7 @@ def measure_prefixes(model: Any) -> float:
 def _logprobs(model: Any, some: Sequence[TokenSample], pack_to: int | None) -> list[Any]:
     batch = collate(some, pad_id=0, pack_to=pack_to)
     logprobs_BL, _ = forward.token_logprobs(model, batch, temperature=1.0, with_entropy=False)
-    return unpack(logprobs_BL, batch)
+    return unpack_rows(logprobs_BL, batch)
 
 
 def _difference(one: Sequence[Any], other: Sequence[Any]) -> float:

@@ -43,7 +43,7 @@ the same calls.
 - `rlhf_core/rollouts/answers.py` `AheadSampler`: samples later steps in a thread while the policy trains, with `staleness`.
 - `rlhf_core/rollouts/answers.py` `PartialAnswers`: continues unfinished answers in a later step, with `partial`.
 - `rlhf_core/rollouts/scored_step.py` `DynamicScoring`: replaces groups without a gradient, with `dynamic`.
-- `rlhf_core/agents/episodes.py` `play`: makes every answer an episode with an environment, with `ppo.agent`.
+- `rlhf_core/agents/episodes.py` `play_episodes`: makes every answer an episode with an environment, with `ppo.agent`.
 - `rlhf_core/runtime/handles.py` `RaySampler`, `rlhf_core/runtime/handles.py` `RayTrainer`: make the same calls in other processes, with
   `runtime.type = "ray"`.
 """

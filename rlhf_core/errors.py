@@ -86,8 +86,8 @@ _SIDE = re.compile(r"(?P<stem>.+?)_?(?P<side>\d|(?<=_)[ab]|[AB]|(?<=_)(?:first|s
 _SIDES = {"a": "1", "first": "1", "left": "1", "b": "2", "second": "2", "right": "2"}
 
 
-def nearest(name: str, names: Sequence[str], *, ending: str = "") -> str:
-    """Return the remedy for a misspelled name: the one of `names` that was probably meant, else all of them.
+def nearest(name: str, names: Sequence[str], *, ending: str = "", otherwise: str = "") -> str:
+    """Return the remedy for a misspelled name: the one of `names` that was probably meant, else all of them, or `otherwise`.
 
     `ending` is shown behind each name, and not compared.
 
@@ -97,6 +97,8 @@ def nearest(name: str, names: Sequence[str], *, ending: str = "") -> str:
     near = difflib.get_close_matches(name, of_its_side(name, names), n=1, cutoff=0.5)
     if near:
         return f"did you mean {near[0]}{ending}?"
+    if otherwise:
+        return otherwise
     known = ", ".join(f"{one}{ending}" for one in sorted(names))
     return f"choose from {known}" if names else "check the spelling"
 

@@ -22,10 +22,10 @@ LONG_FUNCTION, LONG_FILE = 60, 650  # lines
 LONG_STRING = 2000  # characters
 
 HELD = {
-    "class names used twice": 14,
-    "function names in several modules": 118,
+    "class names used twice": 1,
+    "function names in several modules": 59,
     "tokens per line": 6.8,
-    "tokens of the core": 502_500,
+    "tokens of the core": 501_400,
 }
 """Figure of the packages -> its limit. Lower a limit when the figure falls; never raise it."""
 # The core's limit is its size when topics moved to rlhf_contrib, plus 10,000, and 3,300 for router replay and adapters of
@@ -36,8 +36,7 @@ ENTRY_POINTS = ("main", "run")
 """Functions that are found by name: of a command, of a stage."""
 NAMES_OF_BUCKETS = re.compile(r"\bbuckets?\b|\bmirrors?\b|s3://", re.IGNORECASE)
 OTHER_BUCKETS = {
-    "pipelines/cli/common.py": "help of options that name the address of a store",
-    "pipelines/cli/store_command.py": "help of options that name the address of another store",
+    "pipelines/cli/options.py": "help of options that name the address of a store",
     "pipelines/flows/recipe.py": "help of the option `store`",
     "rlhf_core/algorithms/distillation.py": "of probabilities",
     "rlhf_core/models/parameter_sources.py": "the verb",

@@ -19,7 +19,7 @@ from unittest import mock
 
 import pytest
 
-from pipelines.execution.plan import plan
+from pipelines.execution.plan import plan_stages
 from pipelines.flows.profile import load_profile
 from rlhf_core.store import unfinished
 from rlhf_core.store.artifacts import ArtifactStore
@@ -64,8 +64,8 @@ def measure(nodes: Nodes) -> None:
         sys.stdout.flush()
 
     config = load_profile("tiny/full")
-    row("first open, and a plan", "ben", lambda store: plan(config, store))
-    row("plan on a warm node", "ben", lambda store: plan(config, store))
+    row("first open, and a plan", "ben", lambda store: plan_stages(config, store))
+    row("plan on a warm node", "ben", lambda store: plan_stages(config, store))
     quick, stage = (toy_spec(ToyConfig(steps=4, seconds_a_step=seconds, kl_coef=seconds)) for seconds in (0.25, STEP_S))
     row("a stage with four checkpoints in a second", "ada", lambda store: run_toy(store, quick))
     with mock.patch.object(unfinished, "LOOK_SECONDS", LOOK_S):

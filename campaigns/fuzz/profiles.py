@@ -10,7 +10,7 @@ from typing import Any
 
 from campaigns.fuzz.campaign import Wrong
 from campaigns.fuzz.mutations import changed, damaged, odd, written
-from pipelines.execution.plan import plan
+from pipelines.execution.plan import plan_stages
 from pipelines.flows.profile import PipelineConfig, load_profile, parse, profile_names, shipped_profiles
 from rlhf_core.store.artifacts import ArtifactStore
 
@@ -59,7 +59,7 @@ class Target:
         path.write_bytes(toml(tree).encode("utf-8", "surrogatepass"))
 
     def _plan(self, config: PipelineConfig) -> None:
-        plan(config, ArtifactStore(self._folder / "store"))
+        plan_stages(config, ArtifactStore(self._folder / "store"))
 
 
 def override(rng: random.Random) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 
-from pipelines.cli.common import json_option, print_json, print_line, short, store_folder, store_option
+from pipelines.cli.common import print_json, print_line, short, store_folder
 from pipelines.cli.store_lists import LONGEST_RESULT, print_columns
 from pipelines.services.home import Home
 from pipelines.services.user_servers import tracking_uri
@@ -23,7 +23,7 @@ _NAMELESS = "-"
 
 
 @dataclass(frozen=True)
-class Use:
+class GroupUse:
     """The results of one group, and what their computation took, all attempts that ended by themselves included."""
 
     group: tuple[str, ...]
@@ -31,11 +31,6 @@ class Use:
     hours: float
     cpu_hours: float
     gpu_hours: float
-
-
-def usage_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--by", default="user,project", help="user, project, stage, label or day (default %(default)s)")
-    show_audit_options(parser)
 
 
 def usage(options: argparse.Namespace) -> None:
@@ -61,14 +56,14 @@ def usage(options: argparse.Namespace) -> None:
     print_columns((*by, "results", "hours", "CPU hours", "GPU hours"), cells)
 
 
-def used(records: Sequence[KeyRecord], by: Sequence[str]) -> list[Use]:
+def used(records: Sequence[KeyRecord], by: Sequence[str]) -> list[GroupUse]:
     """Return the use of each group of records, the largest first."""
     groups: dict[tuple[str, ...], list[KeyRecord]] = {}
     for record in records:
         fields = record.model_dump(include=set(FIELDS)) | {"day": record.started[:10]}
         groups.setdefault(tuple(fields[name] or _NAMELESS for name in by), []).append(record)
     found = [
-        Use(
+        GroupUse(
             group,
             len(members),
             sum(one.seconds for one in members) / 3600,
@@ -78,12 +73,6 @@ def used(records: Sequence[KeyRecord], by: Sequence[str]) -> list[Use]:
         for group, members in groups.items()
     ]
     return sorted(found, key=lambda use: (-use.gpu_hours, -use.hours, use.group))
-
-
-def show_audit_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--since", default="30d", help="30d, 12h, 2w or a date (default %(default)s)")
-    store_option(parser)
-    json_option(parser)
 
 
 def show_audit(options: argparse.Namespace) -> None:

@@ -11,7 +11,7 @@ import httpx
 from pydantic import ValidationError
 from rich.console import Console
 
-from pipelines.cli.common import console, store_folder, store_option
+from pipelines.cli.common import console, store_folder
 from pipelines.cli.find_model import find_policy
 from pipelines.services.home import Home
 from pipelines.services.policy_server import serving, token_of
@@ -28,15 +28,6 @@ Answer: TypeAlias = Callable[[Sequence[Message]], str]
 ANSWER_TIMEOUT_S = 600.0
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 SHOWN_CHARACTERS = 300
-
-
-def chat_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("policy", help="stage label (sft, ppo), digest, folder, `champion`, or URL of a server")
-    parser.add_argument("--token-env", default="", metavar="NAME", help="environment variable with the server's token")
-    parser.add_argument("--once", metavar="TEXT", help="answer TEXT and exit")
-    parser.add_argument("--max-tokens", type=int, default=64, help="maximum tokens per answer (default %(default)s)")
-    parser.add_argument("--temperature", type=float, default=0.7, help="sampling temperature (default %(default)s)")
-    store_option(parser)
 
 
 def chat(options: argparse.Namespace) -> None:

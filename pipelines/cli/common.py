@@ -14,8 +14,6 @@ from pipelines.services.home import Home
 from rlhf_core.store.opening import store_root
 
 PIPE_WIDTH = 160
-PROFILE_HELP = "TOML file, or name of a shipped profile (tiny/full)"
-STORE_HELP = "artifact store, a folder or s3://bucket/folder; default: the store of the {}"
 
 
 class PipedConsole(Console):
@@ -34,14 +32,15 @@ def store_folder(options: argparse.Namespace) -> Path:
         return store_root(options.store)
     if not options.profile:
         return Home.here().store
-    from pipelines.execution.opening import store_of_profile  # 0.9 s, and `rlhf runs` takes 0.3 s without
+    from pipelines.execution.opening import store_of  # 0.9 s, and `rlhf runs` takes 0.3 s without
+    from pipelines.flows.profile import load_profile
 
-    return store_of_profile(options.profile).root
+    return store_of(load_profile(options.profile), Home.here()).root
 
 
 def print_line(text: str, style: str = "", *, to: Console = console) -> None:
     """Print one line as it is, however long, but for signs that would control the terminal."""
-    to.print(plain(text), style=style, highlight=False, markup=False, soft_wrap=True)
+    to.print(printable(text), style=style, highlight=False, markup=False, soft_wrap=True)
 
 
 def print_wrapped(text: str, style: str = "", *, to: Console = console) -> None:
@@ -51,10 +50,10 @@ def print_wrapped(text: str, style: str = "", *, to: Console = console) -> None:
     print_line(text, style, to=to)
 
 
-def plain(text: str, *, also: str = "\t\n") -> str:
+def printable(text: str, *, also: str = "\t\n") -> str:
     """Return a text in which signs that do not print are replaced; those in `also`, tabs and ends of lines, stay.
 
-    >>> plain("a\\x1b[31mb")
+    >>> printable("a\\x1b[31mb")
     'a�[31mb'
     """
     if text.isprintable():  # nearly always, and of a list there are ten thousand lines
@@ -78,31 +77,3 @@ def print_json(value: Mapping[str, Any]) -> None:
 
 
 # ---------------------------------------------------------------- options of several commands
-
-
-def store_option(parser: argparse.ArgumentParser) -> None:
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--store", default="", metavar="PLACE", help=STORE_HELP.format("state folder"))
-    which.add_argument("--profile", default="", help="use the store of this profile")
-
-
-def profile_options(parser: argparse.ArgumentParser, *, positional: bool = True) -> None:
-    if positional:
-        parser.add_argument("profile", help=PROFILE_HELP)
-    else:
-        parser.add_argument("--profile", default="tiny/full", help=f"{PROFILE_HELP}; default: %(default)s")
-    set_option(parser, "change a key of the profile, such as ppo.steps=20; may be repeated")
-    parser.add_argument("--until", default="", metavar="STAGE", help="stop after this stage")
-    parser.add_argument("--force", action="append", default=[], metavar="STAGE", help="run this stage even if finished")
-    parser.add_argument("--strict-code", action="store_true", help="run a stage again after any change of its code")
-    parser.add_argument(
-        "--strict-env", action="store_true", help="run a stage again if Python or a package has another version"
-    )
-
-
-def set_option(parser: argparse.ArgumentParser, text: str) -> None:
-    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help=text)
-
-
-def json_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print JSON and nothing else (docs/command_line.md)")

@@ -12,10 +12,6 @@ Words = Mapping[str, str]
 """Word -> its description."""
 
 
-def completion_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="shell that reads it")
-
-
 def completion(options: argparse.Namespace) -> None:
     """Print the script of a shell."""
     commands = _commands(_parser())

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pipelines.cli.common import json_option, print_json, print_line, set_option
+from pipelines.cli.common import print_json, print_line
 from rlhf_core.config.data import KINDS, DataConfig, Files, Source, Use
 from rlhf_core.data.files import make_tables
 from rlhf_core.data.inspection import SourceReport, inspect
@@ -18,13 +18,6 @@ ANY_TABLE = Use(**dict.fromkeys(KINDS, 1 / len(KINDS)))
 """Shares of a file that no profile names, under which nothing is read for one table alone."""
 MOST_REASONS = 8
 MOST_MALFORMED: float = Files.model_fields["max_bad_fraction"].default
-
-
-def data_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("files", nargs="*", metavar="FILE", help="file, folder or pattern, as `path` of a source")
-    parser.add_argument("--profile", default="", help="describe the sources of this profile")
-    set_option(parser, "change a key of --profile")
-    json_option(parser)
 
 
 def data(options: argparse.Namespace) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 
-from pipelines.cli.common import PROFILE_HELP, print_line, set_option
+from pipelines.cli.common import print_line
 from pipelines.execution.named_profiles import keep_profile
 from pipelines.execution.plan import DIGITS, all_specs
 from pipelines.execution.summary import shown_overrides
@@ -22,14 +22,6 @@ from pipelines.services.running import ServiceError, running
 from pipelines.services.user_servers import user_prefect
 from rlhf_core.errors import ConfigError
 from rlhf_core.secrets.redaction import shown
-
-
-def deploy_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("profile", help=PROFILE_HELP)
-    set_option(parser, "change a key of the profile before it is kept; may be repeated")
-    parser.add_argument("--name", default="", help="name of the deployment; default: the profile's `name`")
-    parser.add_argument("--cron", default="", help="schedule in UTC ('0 2 * * *'), or none; default: as it is")
-    parser.add_argument("--pool", default="", help="work pool whose workers run it; default: the services of `rlhf up`")
 
 
 def deploy(options: argparse.Namespace) -> None:
@@ -65,20 +57,15 @@ def deploy(options: argparse.Namespace) -> None:
         else:
             keep_profile(table, digest, home)
             made = own_deployments.of_kept_profile(name, digest, config.project.tags)
-        found, before = own_deployments.deploy(made, about=about, seed=config.seed, stages=stages, cron=options.cron)
+        found, before = own_deployments.make_deployment(
+            made, about=about, seed=config.seed, stages=stages, cron=options.cron
+        )
         pages = shown(PREFECT_UI_URL.value() if services is None else services.prefect_url)
     print_line(f"rlhf-pipeline/{name}: {_change(digest[:DIGITS], before)}")
     print_line(f"update:  {command}")
     print_line(f"form:    {pages}/deployments/deployment/{found}/run")
     watch = [] if options.pool else ["--watch"]  # a proxy before the user's own server may refuse it: docs/cluster.md
     print_line(f"run it:  {shlex.join(['prefect', 'deployment', 'run', f'rlhf-pipeline/{name}', *watch])}")
-
-
-def worker_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--pool", required=True, help="name of the work pool; it is made if there is none")
-    parser.add_argument(
-        "--runs-at-once", type=int, default=1, metavar="N", help="concurrent runs (default %(default)s)"
-    )
 
 
 def worker(options: argparse.Namespace) -> None:
@@ -89,9 +76,9 @@ def worker(options: argparse.Namespace) -> None:
     check_server(home, "worker")
     with some_prefect(home):
         # Prefect reads its settings when it is imported, and `some_prefect` has just made them.
-        from pipelines.prefect_flows.work_pools import serve
+        from pipelines.prefect_flows.work_pools import serve_pool
 
-        serve(home, options.pool, options.runs_at_once)
+        serve_pool(home, options.pool, options.runs_at_once)
 
 
 def check_server(home: Home, verb: str) -> None:

@@ -10,22 +10,18 @@ from rich.table import Table
 from rich.text import Text
 
 from pipelines.cli.common import (
-    STORE_HELP,
     console,
-    json_option,
     print_json,
     print_line,
-    set_option,
     short,
     store_folder,
-    store_option,
 )
 from pipelines.cli.display import PlainDisplay
 from pipelines.execution.diff import (
     Difference,
     Side,
-    answers,
     config_differences,
+    different_answers,
     first_difference,
     metric_differences,
     not_compared,
@@ -36,7 +32,7 @@ from pipelines.execution.diff import (
 )
 from pipelines.execution.executor import RunOptions
 from pipelines.execution.opening import open_run
-from pipelines.execution.plan import DIGITS, plan
+from pipelines.execution.plan import DIGITS, plan_stages
 from pipelines.execution.run import run_stages
 from pipelines.flows.full import lifecycle
 from pipelines.flows.profile import load_profile
@@ -51,18 +47,6 @@ from rlhf_core.tracking.memory import MemoryTracker
 
 LONGEST_ANSWER = 400
 EXIT_DIFFERENT = 1
-
-
-def diff_options(parser: argparse.ArgumentParser) -> None:
-    text = "profile, label or digest of an artifact, folder, or name or id of an MLflow run"
-    parser.add_argument("a", metavar="A", help=text)
-    parser.add_argument("b", metavar="B", help="as A")
-    set_option(parser, "change a key of profile B")
-    parser.add_argument(
-        "--samples", type=int, default=3, metavar="N", help="number of prompts with different answers to show"
-    )
-    store_option(parser)
-    json_option(parser)
 
 
 def diff(options: argparse.Namespace) -> None:
@@ -94,16 +78,10 @@ def _as_json(ours: Side, theirs: Side, samples: int) -> dict[str, Any]:
             {"metric": name, "a": None if a is None else asdict(a), "b": None if b is None else asdict(b)}
             for name, a, b in metric_differences(ours, theirs)
         ],
-        "answers": [{"prompt": one.prompt, "a": one.ours, "b": one.theirs} for one in answers(ours, theirs, samples)],
+        "answers": [
+            {"prompt": one.prompt, "a": one.ours, "b": one.theirs} for one in different_answers(ours, theirs, samples)
+        ],
     }
-
-
-def reproduce_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("artifact", help="digest of an artifact, or label of a stage")
-    parser.add_argument("--into", default="", metavar="FOLDER", help="empty store; default: in the state folder")
-    parser.add_argument("--store", default="", metavar="FOLDER", help=STORE_HELP.format("profile"))
-    parser.add_argument("--profile", required=True, help="profile whose run made the artifact")
-    set_option(parser, "change a key of --profile")
 
 
 def reproduce(options: argparse.Namespace) -> int:
@@ -120,7 +98,7 @@ def reproduce(options: argparse.Namespace) -> int:
     inline = config.runtime.model_copy(update={"execution": "inline"})
     alone = {"store": str(folder), "publish": None, "gates": (), "budget": BudgetConfig(), "notify": None}
     config = config.model_copy(update=alone | {"runtime": inline})
-    planned = [stage for stage in plan(config, source, until=label) if stage.label in ours.stages]
+    planned = [stage for stage in plan_stages(config, source, until=label) if stage.label in ours.stages]
     _check_same(ours, Side(options.profile, source, {stage.label: of_planned(stage, source) for stage in planned}))
     for stage in planned:
         if isinstance(getattr(stage.spec.config, "annotator", None), People):
@@ -175,7 +153,7 @@ def _print(ours: Side, theirs: Side, samples: int) -> None:
     _print_config(ours, theirs)
     _print_stages(found, ours, theirs)
     _print_metrics(ours, theirs)
-    for one in answers(ours, theirs, samples):
+    for one in different_answers(ours, theirs, samples):
         _heading(f"prompt: {short(one.prompt, LONGEST_ANSWER)}")
         print_line(f"A: {short(one.ours, LONGEST_ANSWER)}")
         print_line(f"B: {short(one.theirs, LONGEST_ANSWER)}")

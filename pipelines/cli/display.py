@@ -16,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from pipelines.cli.common import plain, print_line, print_wrapped
+from pipelines.cli.common import print_line, print_wrapped, printable
 from pipelines.execution.executor import Listener
 from pipelines.execution.key_metric import key_metric
 from pipelines.execution.plan import DIGITS, Outlook, PlannedStage, duration
@@ -40,7 +40,7 @@ MOST_NOTES = 2  # of the hits that share a line of a plan
 
 
 @dataclass
-class Row:
+class StageRow:
     """A stage's row in the table."""
 
     decision: str
@@ -100,7 +100,7 @@ class LiveDisplay(Listener):
     def __init__(self, console: Console) -> None:
         self._console = console
         self._lock = threading.RLock()
-        self._rows: dict[str, Row] = {}
+        self._rows: dict[str, StageRow] = {}
         self._expected: Mapping[str, float | None] = {}
         self._engines: dict[str, frozenset[str]] = {}
         self._up: set[str] = set()
@@ -124,7 +124,7 @@ class LiveDisplay(Listener):
 
     def planned(self, label: str, decision: Decision) -> None:
         with self._lock:
-            self._rows[label] = Row(
+            self._rows[label] = StageRow(
                 decision.action, decision.reason, self._engines.get(label, frozenset()), self._expected.get(label)
             )
 
@@ -198,7 +198,7 @@ class LiveDisplay(Listener):
             return f"{unknown} stage{'s' * (unknown > 1)} left, time unknown" if unknown else ""
         return f"about {duration(sum(known))} left" + (f", without {unknown} stages of unknown time" if unknown else "")
 
-    def _cells(self, label: str, row: Row, bar: int, room: int) -> tuple[RenderableType, ...]:
+    def _cells(self, label: str, row: StageRow, bar: int, room: int) -> tuple[RenderableType, ...]:
         """The cells of a row, whose bar has `bar` columns and whose remark has `room`."""
         decision = Text(row.decision, style=STYLES[row.decision] if row.state != "waiting" else "dim")
         if row.state == "waiting":
@@ -215,7 +215,7 @@ class LiveDisplay(Listener):
         shown_progress = Text(progress) if progress else ProgressBar(total=row.total, completed=row.done, width=bar)
         return decision, Text(label, style="bold"), shown_progress, f"{row.elapsed:.0f} s", Text(remark)
 
-    def _phase(self, row: Row) -> str:
+    def _phase(self, row: StageRow) -> str:
         """Return the name of what a stage does that no bar shows; "" while it counts steps."""
         if row.state != "running":
             return row.state
@@ -237,7 +237,7 @@ FRAME = 3
 """Lines of the terminal beside the rows: heading, last line, and the cursor."""
 
 
-def _window(rows: Sequence[Row], count: int) -> tuple[int, int]:
+def _window(rows: Sequence[StageRow], count: int) -> tuple[int, int]:
     """Return the first row to show and the one after the last: those around the first that has not ended."""
     if len(rows) <= count:
         return 0, len(rows)
@@ -259,7 +259,7 @@ def print_decisions(rows: Sequence[tuple[str, Decision]], console: Console) -> N
         for action, name, key, why in [HEADING, *lines]:
             style = "bold" if action == HEADING[0] else STYLES.get(action, "")
             row = Text.assemble((f"{action:<8} ", style), f"{name:<{wide}} ")
-            reason = _placed_reason(plain(why), key, begin=len(row), width=console.width)
+            reason = _placed_reason(printable(why), key, begin=len(row), width=console.width)
             row.append(f"{key:<{DIGITS}} " if key else "", "dim").append(reason)
             row.rstrip()
             console.print(row, soft_wrap=True, highlight=False)

@@ -57,7 +57,7 @@ def examine(console: Console) -> int:
         (disk >= LEAST_DISK_GIB, f"{disk:.1f} GiB disk free at {home.root}", "set RLHF_HOME to a larger disk"),
         *(_version(package) for package in (*PACKAGES, _vllm_package())),
         _builds_fit(),
-        *([_torch_sees(gpus), network()] if gpus else []),
+        *([_torch_sees(gpus), nccl_network()] if gpus else []),
         _services(home),
         *(_imports(engine) for engine in ENGINES),
     ]
@@ -132,7 +132,7 @@ def _torch_sees(gpus: int) -> tuple[bool, str, str]:
     return True, f"torch {found} is a build for GPUs", ""
 
 
-def network(root: Path = Path("/")) -> tuple[bool, str, str]:
+def nccl_network(root: Path = Path("/")) -> tuple[bool, str, str]:
     """The network that NCCL would take between machines, and what keeps it from a faster one that is there.
 
     The order is NCCL's: a plugin, InfiniBand or RoCE with an active port, TCP. A plugin or an interface may be named in its

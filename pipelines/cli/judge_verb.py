@@ -22,17 +22,11 @@ from rlhf_core.errors import ConfigError, RlhfError, nearest
 from rlhf_core.http.door import Door
 from rlhf_core.http.serving import BodyLimits, BodyRefused, limited, listening, read_body
 from rlhf_core.tracking.mlflow_client import database_file
-from rlhf_core.tracking.review_queues import ReviewedQueue, ReviewQueues, asking
+from rlhf_core.tracking.review_queues import ReviewedQueue, ReviewQueues, review_errors
 
 PAGE = Path(__file__).with_name("judge.html")
 LIMITS = BodyLimits(max_bytes=2**20)
 NOTHING = "no run waits for judgments; start one whose annotator has type = 'mlflow'"
-
-
-def judge_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("annotator", nargs="?", default="", help="name of the annotator; default: who has to judge")
-    parser.add_argument("--experiment", default="annotation", help="MLflow experiment of the queues (%(default)s)")
-    parser.add_argument("--port", type=int, default=0, help="port of the page; default: a free one")
 
 
 def judge(options: argparse.Namespace) -> None:
@@ -41,9 +35,9 @@ def judge(options: argparse.Namespace) -> None:
     database = database_file(uri)
     if database is not None and not database.is_file():
         raise ConfigError(NOTHING)
-    with asking(uri):
+    with review_errors(uri):
         reviews = ReviewQueues(uri, options.experiment)
-        queue = chosen(options.annotator, reviews.queues())
+        queue = choose_queue(options.annotator, reviews.queues())
     with listening("127.0.0.1", options.port) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/"
         print_line(f"queue {queue.name}, {queue.done} of {queue.items} judged: {url}  (Ctrl-C ends it)")
@@ -53,7 +47,7 @@ def judge(options: argparse.Namespace) -> None:
     print_line("judgments count as they are when the run goes on: `rlhf runs` has its command")
 
 
-def chosen(annotator: str, queues: list[ReviewedQueue]) -> ReviewedQueue:
+def choose_queue(annotator: str, queues: list[ReviewedQueue]) -> ReviewedQueue:
     """Return the newest queue of an annotator, unfinished ones first. Without a name there must be one unfinished queue."""
     found = [one for one in queues if annotator in ("", one.user, one.name)]
     if not queues:
@@ -84,7 +78,7 @@ def page_of(reviews: ReviewQueues, name: str, uri: str) -> Door:
         return HTMLResponse(PAGE.read_text(encoding="utf-8"))
 
     def queue(_: Request) -> Response:
-        with asking(uri):
+        with review_errors(uri):
             found = asdict(reviews.read(name))
         return JSONResponse(found | {"items": [one | {"id": opaque(one["id"])} for one in found["items"]]})
 
@@ -92,7 +86,7 @@ def page_of(reviews: ReviewQueues, name: str, uri: str) -> Door:
         given = json.loads(await read_body(request, LIMITS))
         if given["item"] not in ids:
             raise ConfigError("item", given["item"], "is none of this queue", "load the page again")
-        with asking(uri):
+        with review_errors(uri):
             reviews.answer(name, ids[given["item"]], given["value"], given["reason"])
         return PlainTextResponse("saved")
 

@@ -70,7 +70,10 @@ COMMANDS = {
         ),
         "run": ("pipelines.cli.run_command:run", "Run a pipeline on this machine; finished stages are reused."),
         "sweep": ("rlhf_contrib.sweep.verb:sweep", "Run a profile with several values of keys; compare results."),
-        "resume": ("pipelines.cli.recovery_verbs:resume", "Run an unfinished run again; finished stages are reused."),
+        "resume": (
+            "pipelines.cli.recovery_verbs:resume",
+            "Run an unfinished run again; finished stages are reused.",
+        ),
         "runs": ("pipelines.cli.store_lists:runs", "List the runs of this project and how to continue each."),
     },
     "results": {
@@ -124,8 +127,9 @@ COMMANDS = {
 }
 """Heading of `rlhf --help` -> command -> its function, and its text.
 
-The function takes the parsed options. If the command has options, a function with `_options` after its name adds them to a
-parser. Only the module of the command is imported. The core names `rlhf_contrib` only here and in the next two lines.
+The function takes the parsed options. If the command has options, a function of `pipelines.cli.options` with `_options` after
+its name adds them to a parser; of a topic, a function of the same module. Only the module of the command is imported, and for its
+`--help` only that of the options. The core names `rlhf_contrib` only here and in the next two lines.
 """
 ESTIMATE = "rlhf_contrib.planner.verb:estimate"
 """The function of `rlhf plan --estimate`."""
@@ -284,6 +288,7 @@ def _parser(only: str | None = None) -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version, nargs=0, help=argparse.SUPPRESS)
     verbs = parser.add_subparsers(dest="verb", prog="rlhf", metavar="COMMAND", help=argparse.SUPPRESS)
     paragraphs, width = [], max(map(len, VERBS)) + 2
+    ours = importlib.import_module("pipelines.cli.options")  # the modules of commands are slow to import
     for title, group in COMMANDS.items():
         lines = [f"{title}:"]
         for name, (place, text) in group.items():
@@ -291,7 +296,8 @@ def _parser(only: str | None = None) -> argparse.ArgumentParser:
             verb = verbs.add_parser(name, description=text)
             if only in (None, name):
                 module, function = place.split(":")
-                getattr(importlib.import_module(module), f"{function}_options", _no_options)(verb)
+                owner = importlib.import_module(module) if module.startswith("rlhf_contrib.") else ours
+                getattr(owner, f"{function}_options", _no_options)(verb)
         paragraphs.append("\n".join(lines))
     parser.description = "\n\n".join([DESCRIPTION, *paragraphs, EXAMPLES, EPILOG])
     return parser

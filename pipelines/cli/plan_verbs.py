@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipelines.cli.common import console, json_option, print_json, print_line, print_wrapped, profile_options
+from pipelines.cli.common import console, print_json, print_line, print_wrapped
 from pipelines.cli.display import print_decisions
 from pipelines.execution.key_metric import key_metric
 from pipelines.execution.opening import plan_run, store_of
@@ -20,7 +20,7 @@ from pipelines.flows.recipe import drawn
 from pipelines.services.home import Home
 from rlhf_core.by_path import is_path
 from rlhf_core.errors import ConfigError
-from rlhf_core.stage.decision import last_record, target_of
+from rlhf_core.stage.decision import target_of
 from rlhf_core.store import attempts
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.records import KeyRecord
@@ -30,21 +30,6 @@ from rlhf_core.user_code.sources import DECLARATION, is_ours, reached_from
 
 MOST_NOTES = 3
 """Lines of versions and of notes that `rlhf explain` prints without `--all`, so that 15 lines hold everything."""
-
-
-def plan_options(parser: argparse.ArgumentParser) -> None:
-    profile_options(parser)
-    parser.add_argument(
-        "--estimate", action="store_true", help="predict memory and time of each stage; refuse what does not fit"
-    )
-    parser.add_argument(
-        "--on", default="", metavar="HARDWARE", help="with --estimate: h100 (default with GPUs), rtx4090, ..., cpu"
-    )
-    parser.add_argument(
-        "--host-gib", type=float, default=0.0, help="with --estimate: host memory of a node of GPUs, in GiB"
-    )
-    parser.add_argument("--terms", action="store_true", help="with --estimate: print what each memory is made of")
-    json_option(parser)
 
 
 def plan(options: argparse.Namespace) -> None:
@@ -90,13 +75,6 @@ def imported_files(config: PipelineConfig, planned: Sequence[PlannedStage]) -> l
     here = Path.cwd()
     files = (module.path.resolve() for module in modules)
     return list(dict.fromkeys(str(one.relative_to(here) if one.is_relative_to(here) else one) for one in files))
-
-
-def explain_stage_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("stage", help="label of the stage, as in `rlhf plan`")
-    parser.add_argument("--all", action="store_true", help="print the whole key and the record, too")
-    profile_options(parser, positional=False)
-    json_option(parser)
 
 
 def explain_stage(options: argparse.Namespace) -> None:
@@ -156,7 +134,7 @@ def _facts(store: ArtifactStore, stage: PlannedStage, record: KeyRecord | None) 
     if past and record is None:
         failure = f": {past[-1].failure}" if past[-1].failure else ""
         yield f"attempts: {len(past)}, the last one {past[-1].status}{failure}"
-    made = record or last_record(store, stage.spec)
+    made = record or store.latest(stage.label, stage.spec.pipeline)
     if made is not None:
         metric = key_metric(made.metrics)
         said = "artifact" if record else f"last result, of {made.made}"

@@ -2,15 +2,11 @@
 
 import argparse
 
-from pipelines.cli.common import console, print_line, print_wrapped, store_folder, store_option
+from pipelines.cli.common import console, print_line, print_wrapped, store_folder
 from pipelines.services.home import Home
 from pipelines.services.reconcile import reconcile_all, some_prefect, was_used
 from rlhf_core.errors import ConfigError
 from rlhf_core.store.artifacts import ArtifactStore
-
-
-def reconcile_options(parser: argparse.ArgumentParser) -> None:
-    store_option(parser)
 
 
 def reconcile(options: argparse.Namespace) -> None:
@@ -20,12 +16,6 @@ def reconcile(options: argparse.Namespace) -> None:
         count += 1
         print_line(line)
     console.print("nothing to reconcile: every run shown as running is running" if not count else f"{count} corrected")
-
-
-def resume_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "run", nargs="?", default="", help="name or beginning of the id; default: newest unfinished run"
-    )
 
 
 def resume(options: argparse.Namespace) -> None:
@@ -40,7 +30,7 @@ def resume(options: argparse.Namespace) -> None:
         return
     with some_prefect(home) as served:
         # Prefect reads its settings when it is imported, and `some_prefect` has just made them.
-        from pipelines.execution.resume import resume as resume_flow_run
+        from pipelines.execution.resume import resume_flow_run
 
         found = resume_flow_run(options.run, served=served)
     print_line(found.message)

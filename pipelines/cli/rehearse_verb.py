@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from dataclasses import asdict
 
-from pipelines.cli.common import PROFILE_HELP, json_option, print_json, print_line, set_option
+from pipelines.cli.common import print_json, print_line
 from pipelines.flows.profile import load_profile
 from pipelines.rehearse.problems import Rehearsal
 from pipelines.services.home import Home
@@ -16,12 +16,6 @@ EXIT_PROBLEMS = 1
 CLUSTER = "RAY_ADDRESS"
 QUIET = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 """Settings of libraries, whose reports on random weights say nothing."""
-
-
-def rehearse_profile_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("profile", help=PROFILE_HELP)
-    set_option(parser, "change a key of the profile; may be repeated")
-    json_option(parser)
 
 
 def rehearse_profile(options: argparse.Namespace) -> int:

@@ -3,16 +3,15 @@
 import argparse
 import json
 import logging
-import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from pipelines.cli.common import console, print_line, profile_options
+from pipelines.cli.common import console, print_line
 from pipelines.cli.display import LiveDisplay, PlainDisplay, open_display, results_tables
-from pipelines.execution.executor import Listener, RunOptions, Tally
+from pipelines.execution.executor import Listener, Listeners, RunOptions, Tally
 from pipelines.execution.local import LazyRuntime
 from pipelines.execution.opening import (
     import_tracker,
@@ -26,17 +25,17 @@ from pipelines.execution.opening import (
 )
 from pipelines.execution.plan import PlannedStage, outlook
 from pipelines.execution.request import RunRequest
-from pipelines.execution.run import PipelineRun, policies_of
+from pipelines.execution.run import PipelineRun, model_digests
 from pipelines.execution.summary import run_name
 from pipelines.flows.full import lifecycle
 from pipelines.flows.profile import PipelineConfig
-from pipelines.services.handover import kept_prefect
 from pipelines.services.home import Home
 from pipelines.services.links import with_addresses
+from pipelines.services.reconcile import prefect_server
 from pipelines.services.run_notes import COMPLETED
-from pipelines.services.running import ServiceError, proven, running, wait_for
-from pipelines.services.servers import SERVER_TIMEOUT_S, PrivateServer, private_server
-from pipelines.services.user_servers import connect_user_prefect, tracking_uri, user_prefect
+from pipelines.services.running import running
+from pipelines.services.servers import PrivateServer
+from pipelines.services.user_servers import tracking_uri, user_prefect
 from pipelines.services.waits import may_go_on
 from rlhf_core.errors import RlhfError
 from rlhf_core.secrets.redaction import shown
@@ -50,11 +49,6 @@ OUR_LOGGERS = ("pipelines", "stages", "rlhf_core", "rlhf_contrib")
 
 
 WAIT_LOOK_S = 10.0
-
-
-def run_options(parser: argparse.ArgumentParser) -> None:
-    profile_options(parser)
-    parser.add_argument("--wait", action="store_true", help="wait for annotations and approvals, then continue")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -100,7 +94,8 @@ def shown_run(
     config, wanted = request.config(), request.options()
     store = store_of(config, home)
     with open_display(console) as display, kept_log(home, display):
-        tally = Tally(display)
+        tally = Tally()
+        listener = Listeners(display, tally)
         planned = plan_run(config, lifecycle, wanted, store=store)
         display.expect(planned, outlook(planned, store))
         from pipelines.cli.main import when_planned  # it imports this module for its command
@@ -110,15 +105,15 @@ def shown_run(
         # A run that this one finishes is closed on Prefect's and MLflow's pages, too.
         watched = is_watched(home) or note.finishes_another()
         done: PipelineRun | None = None
-        results = None if watched else results_if_all_cached(planned, store, tally, strict=wanted.strict)
+        results = None if watched else results_if_all_cached(planned, store, listener, strict=wanted.strict)
         if results is not None:
             name = run_name(config.name, wanted.overrides, "")
-            note.change(name=name, state=COMPLETED, policies=policies_of(results))
+            note.change(name=name, state=COMPLETED, policies=model_digests(results))
         if results is None:
             # If all stages were cached a moment ago, a result is gone now: the run plans again, with the checks of a plan.
             stale = not watched and all(stage.decision.action == "HIT" for stage in planned)
             with prefect_server(home) as server:
-                done = run_recorded(config, None if stale else planned, wanted, request, home, tally, server=server)
+                done = run_recorded(config, None if stale else planned, wanted, request, home, listener, server=server)
                 results = done.results
     return store, results, tally, done
 
@@ -151,28 +146,6 @@ def run_recorded(
 
         run_flow(pipeline_run, config, request, server)
     return pipeline_run
-
-
-@contextmanager
-def prefect_server(home: Home) -> Iterator[PrivateServer | None]:
-    """Connect Prefect's client to the user's server, to that of `rlhf up`, or to one that ends with the run."""
-    services = running(home)
-    theirs = user_prefect(home) or (services.prefect_api if services is not None else "")
-    if theirs:
-        connect_user_prefect(home, theirs)
-        yield None
-        return
-    if services is not None:
-        auth = home.prefect_auth_string
-        with kept_prefect(home, services):
-            if not wait_for(lambda: proven(services.health["prefect"], auth), SERVER_TIMEOUT_S):
-                rule, remedy = "does not answer", f"read the logs in {home.logs}, or stop the services with `rlhf down`"
-                raise ServiceError(f"{services.prefect_url}: {rule}; {remedy}")
-            yield None
-        return
-    with private_server(home) as server:
-        os.environ.update(server.environment)
-        yield server
 
 
 def _print_results(results: Mapping[str, ArtifactRef], store: ArtifactStore, done: PipelineRun | None) -> None:

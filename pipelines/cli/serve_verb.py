@@ -5,7 +5,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from pipelines.cli.common import STORE_HELP, console, json_option, print_json, print_line, print_wrapped
+from pipelines.cli.common import console, print_json, print_line, print_wrapped
 from pipelines.cli.find_model import model_name
 from pipelines.execution.approving import Meant, answer_gate
 from pipelines.services import servers
@@ -21,15 +21,11 @@ from rlhf_core.tracking.mlflow_client import FLOW_RUN_TAG
 # ---------------------------------------------------------------- services verbs
 
 
-def up_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--foreground", action="store_true", help="stay in the foreground and supervise until Ctrl-C")
-
-
 def up(options: argparse.Namespace) -> None:
     """Start the services and print their addresses."""
     home = Home.here()
     print_wrapped(f"starting the services (logs in {home.logs}) ...", "dim")
-    found = servers.up(home, foreground=options.foreground)
+    found = servers.start_services(home, foreground=options.foreground)
     lines = [f"Prefect  {_prefect_page(home, found)}", f"MLflow   {found.mlflow_page}"]
     if not found.prefect_api:
         file = shlex.quote(str(_short(home.prefect_auth)))
@@ -38,10 +34,6 @@ def up(options: argparse.Namespace) -> None:
     lines += ["start a run:  prefect deployment run rlhf-pipeline/full --watch", "stop:         rlhf down"]
     for line in lines:
         print_line(line)
-
-
-def down_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--yes", action="store_true", help="do not ask if runs are in progress")
 
 
 def down(options: argparse.Namespace) -> None:
@@ -56,11 +48,7 @@ def down(options: argparse.Namespace) -> None:
         console.print("stop the services? [y/N] ", end="", markup=False)
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
             return
-    console.print("stopped" if servers.down(home) else "nothing was running")
-
-
-def status_options(parser: argparse.ArgumentParser) -> None:
-    json_option(parser)
+    console.print("stopped" if servers.stop_services(home) else "nothing was running")
 
 
 def status(options: argparse.Namespace) -> int:
@@ -68,7 +56,7 @@ def status(options: argparse.Namespace) -> int:
     home = Home.here()
     found = running(home)
     if options.json:
-        well = {} if found is None else servers.states(home, found)
+        well = {} if found is None else servers.service_states(home, found)
         urls = {} if found is None else {"Prefect": found.prefect_url, "MLflow": found.mlflow_page}
         services = [{"name": name, "url": url, "answers": well[name]} for name, url in urls.items()]
         print_json({"services": services, "user_prefect": shown(user_prefect(home)).removesuffix("/api")})
@@ -78,7 +66,7 @@ def status(options: argparse.Namespace) -> int:
         where = f" (your own Prefect is at {shown(theirs).removesuffix('/api')})" if theirs else ""
         console.print(f"nothing is running{where}; `rlhf up` starts {'' if theirs else 'Prefect and '}MLflow")
         return 1
-    well = servers.states(home, found)
+    well = servers.service_states(home, found)
     for name, url in (("Prefect", _prefect_page(home, found)), ("MLflow", found.mlflow_page)):
         said = "answers" if well[name] else "does not answer"
         print_line(f"{name:<8} {url}  {said}")
@@ -100,10 +88,6 @@ def _short(path: Path) -> Path:
 # ---------------------------------------------------------------- champion verbs
 
 
-def champion_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", nargs="?", default="", help="name of the registered model; default: the only one")
-
-
 def champion(options: argparse.Namespace) -> None:
     """Print which version is champion, and which ones were, newest first."""
     from rlhf_core.tracking.champions import read_champions  # with MLflow's parts
@@ -118,11 +102,6 @@ def champion(options: argparse.Namespace) -> None:
         print_line(f"{move.at}  version {move.version} ({move.digest[:12]})  {move.how} by {move.by}: {move.why}")
     if found.previous:
         print_line(f"`rlhf rollback {found.name} --reason ...` makes version {found.previous} champion")
-
-
-def rollback_options(parser: argparse.ArgumentParser) -> None:
-    champion_options(parser)
-    parser.add_argument("--reason", required=True, help="reason, kept in the registry")
 
 
 def rollback(options: argparse.Namespace) -> None:
@@ -146,22 +125,9 @@ def _known(uri: str, name: str) -> str:
 # ---------------------------------------------------------------- answer a gate's question (`rlhf approve`, `rlhf reject`)
 
 
-def approve_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", help="profile, or name or id of the waiting run")
-    parser.add_argument("gate", help="name of the gate, as printed by the waiting run")
-    parser.add_argument("--reason", required=True, help="reason, kept with the decision")
-    parser.add_argument("--artifact", default="", metavar="DIGEST", help="which artifact, if several wait at the gate")
-    parser.add_argument("--question", default="", metavar="ID", help="which question, as printed by the waiting run")
-    parser.add_argument("--store", default="", metavar="FOLDER", help=STORE_HELP.format("profile or state folder"))
-
-
 def approve(options: argparse.Namespace) -> None:
     """Approve the artifact: the stages after it run with the next run of the same command."""
     _answer(options, "approve")
-
-
-def reject_options(parser: argparse.ArgumentParser) -> None:
-    approve_options(parser)
 
 
 def reject(options: argparse.Namespace) -> None:

@@ -14,7 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from pipelines.cli.common import console, print_line, short, store_folder, store_option
+from pipelines.cli.common import console, print_line, short, store_folder
 from pipelines.execution.key_metric import metric_rank
 from pipelines.execution.plan import DIGITS
 from pipelines.execution.summary import stage_measures
@@ -40,18 +40,6 @@ PAGES = {".html", ".png", ".svg"}
 MOST_FILES, MOST_TENSORS = 6, 8
 LONGEST_VALUE, LONGEST_LIST = 600, 100
 LEAST_LINES = 5
-
-
-def show_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("artifact", help="stage label (the newest result, or that of --profile), digest, or folder")
-    parser.add_argument(
-        "file", nargs="?", default="", metavar="FILE", help="file of it, or `metrics`; default: the best"
-    )
-    parser.add_argument(
-        "--rows", type=int, default=3, metavar="N", help="rows of a table to show (default %(default)s)"
-    )
-    parser.add_argument("--open", action="store_true", help="open the page in a browser")
-    store_option(parser)
 
 
 def show(options: argparse.Namespace) -> None:

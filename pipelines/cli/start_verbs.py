@@ -19,10 +19,6 @@ SCHEMA_FILE = "profile.schema.json"
 """File beside a profile that its first line names, so that editors complete and describe its keys."""
 
 
-def init_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", metavar="NAME", help="folder to make; its name is that of the runs, too")
-
-
 def init(options: argparse.Namespace) -> None:
     """Make a folder with a profile, a reward function, twenty rows and a README; raise ConfigError if it is in use."""
     folder = Path(options.name).expanduser()

@@ -11,7 +11,14 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 
-from pipelines.cli.common import console, json_option, plain, print_json, print_line, short, store_folder, store_option
+from pipelines.cli.common import (
+    console,
+    print_json,
+    print_line,
+    printable,
+    short,
+    store_folder,
+)
 from pipelines.execution.key_metric import key_metric
 from pipelines.services.home import Home
 from pipelines.services.run_notes import run_records
@@ -24,11 +31,6 @@ from rlhf_core.store.protocol import Store
 LONGEST_NAME, LONGEST_RESULT = 40, 60
 MOST_ASIDE = 10
 """Most records that were set aside in a list."""
-
-
-def runs_options(parser: argparse.ArgumentParser) -> None:
-    store_option(parser)
-    json_option(parser)
 
 
 def runs(options: argparse.Namespace) -> None:
@@ -81,7 +83,7 @@ def store_ls(options: argparse.Namespace) -> None:
         rest = {"unreadable": unreadable, "quarantine": [asdict(one) for one in aside]}
         print_json({"store": store.uri, "artifacts": artifacts, **rest})
         return
-    if is_empty(store):
+    if report_empty(store):
         return
     cells = []
     for row in reversed(rows):
@@ -130,10 +132,10 @@ def columns(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 def print_columns(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table as plain lines."""
-    console.file.write("".join(f"{plain(line, also='')}\n" for line in columns(heading, rows)))
+    console.file.write("".join(f"{printable(line, also='')}\n" for line in columns(heading, rows)))
 
 
-def is_empty(store: Store) -> bool:
+def report_empty(store: Store) -> bool:
     """True if the store is empty; if so, print it."""
     if store.versions("keys/") or any(True for _ in store.objects(but=())) or (store.folder / "attempts").is_dir():
         return False

@@ -3,7 +3,7 @@
 import argparse
 
 from pipelines.cli.common import print_line, store_folder
-from pipelines.cli.store_lists import is_empty
+from pipelines.cli.store_lists import report_empty
 from pipelines.flows.inputs import find_artifact, parts
 from pipelines.flows.profile import load_profile
 from pipelines.flows.run_rules import ProjectConfig
@@ -24,7 +24,7 @@ def look_after(store: ArtifactStore, options: argparse.Namespace) -> int:
     """Verify or share the store, pin or unpin an artifact, or remove unused ones; return 1 if damage was found."""
     if options.store_verb == "gc":
         check_days(KEEP_DAYS if options.keep_days is None else options.keep_days)
-    if options.store_verb in ("verify", "gc") and is_empty(store.shared):
+    if options.store_verb in ("verify", "gc") and report_empty(store.shared):
         return 0
     if options.store_verb == "verify":
         return _verify(store, options)

@@ -20,23 +20,14 @@ from rlhf_core.schema.secrets import refuse_plain
 from rlhf_core.types import Generation, Message, Prompt, answered
 
 LONGEST_ANSWER = 60
-COLUMN_HELP = "label of the prompt (label=TEXT), or a field of it, in JSON or as text; may be repeated"
 LABEL = "label"
 """The column that is the label of the prompt; any other one is a field of it."""
-
-
-def try_reward_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("function", metavar="FUNCTION", help="file.py:function or module:function")
-    parser.add_argument("answers", nargs="+", metavar="ANSWER", help="answer to score; all of them in one call")
-    parser.add_argument("--prompt", default="", help="prompt that they answer")
-    parser.add_argument("--column", dest="columns", action="append", default=[], metavar="KEY=VALUE", help=COLUMN_HELP)
-    function_options(parser)
 
 
 def try_reward(options: argparse.Namespace) -> None:
     """Print the reward of each answer, what the function logs, and the seconds; errors are those of a run."""
     check_timeout(options.timeout_s)
-    term = _term(options.function, read_arguments(options.arguments), options.timeout_s)
+    term = _term(options.function, read_json_arguments(options.arguments), options.timeout_s)
     answers = [_generation(options.prompt, _label(options.columns), text) for text in options.answers]
     began = time.perf_counter()
     with ExitStack() as leases:
@@ -48,20 +39,13 @@ def try_reward(options: argparse.Namespace) -> None:
     print_line(f"{ended - started:.3f} s; {started - began:.1f} s before it to start its process")
 
 
-def function_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--arguments", default="{}", metavar="JSON", help="keyword arguments of the function")
-    parser.add_argument(
-        "--timeout-s", type=float, default=60.0, help="seconds for one batch of the function (default %(default)s)"
-    )
-
-
 def check_timeout(timeout_s: float) -> None:
     """Raise ConfigError for a timeout that a clock cannot hold."""
     if not 0 < timeout_s <= LONGEST_S:
         raise ConfigError("--timeout-s", timeout_s, f"must be > 0 and <= {LONGEST_S}", "give the seconds of one batch")
 
 
-def read_arguments(text: str) -> dict[str, Any]:
+def read_json_arguments(text: str) -> dict[str, Any]:
     """Return the keyword arguments of the function; raise ConfigError if the text is not a JSON object."""
     try:
         arguments = json.loads(text)

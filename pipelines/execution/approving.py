@@ -33,13 +33,13 @@ def answer_gate(
     """
     if not reason.strip():
         raise ConfigError("reason", reason, "is empty", "give a reason; it is kept with the decision")
-    where, run, profile = place_of(meant.run, store)
+    where, run, profile = place_of_run(meant.run, store)
     decisions = GateDecisions(where.shared)
-    request = chosen(decisions.requests(), meant, run=run, profile=profile)
+    request = choose_request(decisions.requests(), meant, run=run, profile=profile)
     return request, decisions.decide(request, answer, reason=reason.strip(), by=by)
 
 
-def place_of(run: str, store: str) -> tuple[ArtifactStore, str, str]:
+def place_of_run(run: str, store: str) -> tuple[ArtifactStore, str, str]:
     """Return the store with the question of a run, the name of the run, and the digest of its profile; `run` may be a profile."""
     try:
         find_profile(run)
@@ -50,7 +50,7 @@ def place_of(run: str, store: str) -> tuple[ArtifactStore, str, str]:
     return (ArtifactStore(store_root(store)) if store else own), config.name, profile_digest(config)
 
 
-def chosen(requests: Sequence[GateRequest], meant: Meant, *, run: str, profile: str = "") -> GateRequest:
+def choose_request(requests: Sequence[GateRequest], meant: Meant, *, run: str, profile: str = "") -> GateRequest:
     """Return the only question that is meant. Raises ConfigError that lists them if there is not exactly one.
 
     If several questions match, prefer those of this profile, then the most recent if no other one is open. An answered
@@ -73,7 +73,7 @@ def chosen(requests: Sequence[GateRequest], meant: Meant, *, run: str, profile: 
     found = [one for one in found if one.id.startswith(meant.question)]
     if not found:
         raise ConfigError(
-            "question", meant.question, "the gate has no such question", f"its questions are {listed(of_gate)}"
+            "question", meant.question, "the gate has no such question", f"its questions are {list_requests(of_gate)}"
         )
     own = [one for one in found if any(who.profile == profile for who in one.askers)] or found
     if len(own) == 1 and (own[0].answer is None or all(one.answer is not None for one in found)):
@@ -81,11 +81,11 @@ def chosen(requests: Sequence[GateRequest], meant: Meant, *, run: str, profile: 
     waiting = [one for one in own if one.answer is None]
     if len(waiting) == 1 and all(one.asked <= waiting[0].asked for one in own):
         return waiting[0]
-    rule = f"has {len(found)} questions: {listed(found)}"
+    rule = f"has {len(found)} questions: {list_requests(found)}"
     raise ConfigError("gate", meant.gate, rule, "add --question")
 
 
-def listed(requests: Sequence[GateRequest]) -> str:
+def list_requests(requests: Sequence[GateRequest]) -> str:
     """Return the questions for a person to choose from, the open ones first, each in order from the most recent."""
     ordered = sorted(requests, key=lambda one: (one.answer is None, one.asked, one.id), reverse=True)
     return "; ".join(

@@ -8,12 +8,12 @@ from itertools import islice
 from typing import Any
 
 from pipelines.execution.opening import store_of
-from pipelines.execution.plan import DIGITS, PENDING, PlannedStage, plan
+from pipelines.execution.plan import DIGITS, PENDING, PlannedStage, plan_stages
 from pipelines.execution.summary import Measure, stage_measures
 from pipelines.flows.inputs import find_artifact
 from pipelines.flows.profile import entry_name, find_profile, load_profile, profile_names
 from pipelines.services.home import Home
-from rlhf_core.config.former_names import present_name
+from rlhf_core.config.former_names import present_option
 from rlhf_core.data.shards import read_generations
 from rlhf_core.errors import ArtifactError, ConfigError, nearest
 from rlhf_core.evaluation.lineage import handles, lineage
@@ -64,7 +64,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Answer:
+class AnswerPair:
     """Answers of both sides to the same prompt."""
 
     prompt: str
@@ -90,16 +90,15 @@ def side_of(name: str, overrides: Sequence[str], store: ArtifactStore, home: Hom
             if run is None:
                 rule = "is no profile, no label or digest of an artifact, no folder, and no name or id of an MLflow run"
                 known = [*profile_names(), *{record.label for record in store.records()}]
-                near = nearest(name, known)
-                remedy = near if near.startswith("did you") else "see `rlhf runs`, `rlhf store ls` and `rlhf profiles`"
-                raise ConfigError("diff", name, rule, remedy) from None
+                lists = "see `rlhf runs`, `rlhf store ls` and `rlhf profiles`"
+                raise ConfigError("diff", name, rule, nearest(name, known, otherwise=lists)) from None
             records = {label: store.record(key) for label, key in run.keys.items()}
             stages = {label: of_record(record) for label, record in records.items() if record is not None}
             gone = tuple(label for label, record in records.items() if record is None)
             return Side(name, store, stages, run.params, gone)
     config = load_profile(name, overrides)
     own = store_of(config, home)
-    stages = {stage.label: of_planned(stage, own) for stage in plan(config, own, here=False)}
+    stages = {stage.label: of_planned(stage, own) for stage in plan_stages(config, own, here=False)}
     values = flatten(config.model_dump(mode="json", exclude={"notify"}))  # secrets hidden, as MLflow keeps them
     return Side(" ".join([name, *overrides]), own, stages, values)
 
@@ -158,9 +157,9 @@ def _by_name(config: Mapping[str, str]) -> Iterator[tuple[str, str]]:
             entries = []
         names = [entry_name(entry) if isinstance(entry, Mapping) else "" for entry in entries]
         if names and all(names) and len(set(names)) == len(names):
-            yield from flatten({present_name(key): dict(zip(names, entries, strict=True))}).items()
+            yield from flatten({present_option(key): dict(zip(names, entries, strict=True))}).items()
         else:
-            yield present_name(key), text
+            yield present_option(key), text
 
 
 def not_compared(ours: Side, theirs: Side) -> dict[str, str]:
@@ -235,7 +234,7 @@ def metric_differences(ours: Side, theirs: Side) -> list[tuple[str, Measure | No
     return found
 
 
-def answers(ours: Side, theirs: Side, count: int) -> list[Answer]:
+def different_answers(ours: Side, theirs: Side, count: int) -> list[AnswerPair]:
     """Return the first `count` prompts that both sides answered otherwise, by the last stage that generated on both.
 
     Where a stage is on both sides but not made on one, an earlier policy does not answer in its place.
@@ -268,7 +267,7 @@ def _generations(side: Side) -> dict[str, GenerationsRef]:
 
 def _different(
     store: ArtifactStore, ref: GenerationsRef, other_store: ArtifactStore, other: GenerationsRef
-) -> Iterator[Answer]:
+) -> Iterator[AnswerPair]:
     theirs: dict[str, str] = {}
     for generation in read_generations(other_store.path(other)):
         theirs.setdefault(generation.prompt.id, generation.completion.text)
@@ -276,5 +275,5 @@ def _different(
     for generation in read_generations(store.path(ref)):
         prompt = generation.prompt
         if prompt.id in theirs and prompt.id not in seen and generation.completion.text != theirs[prompt.id]:
-            yield Answer(prompt.messages[-1].content, generation.completion.text, theirs[prompt.id])
+            yield AnswerPair(prompt.messages[-1].content, generation.completion.text, theirs[prompt.id])
         seen.add(prompt.id)

@@ -3,7 +3,8 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from functools import partial
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from pipelines.execution.plan import PlannedStage
 from pipelines.flows.profile import PipelineConfig
@@ -13,10 +14,11 @@ from rlhf_core.stage import stopping
 from rlhf_core.stage.checkpoints import Checkpoints
 from rlhf_core.stage.decision import Decision, target_of
 from rlhf_core.stage.key import StageSpec, Strictness
-from rlhf_core.stage.run import find
+from rlhf_core.stage.run import find_hit
 from rlhf_core.store import attempts
 from rlhf_core.store.artifacts import ArtifactStore
-from rlhf_core.tracking.memory import RunStatus
+from rlhf_core.tracking.memory import MemoryTracker, RunStatus
+from rlhf_core.tracking.mlflow import MlflowTracker
 from rlhf_core.types import ArtifactRef
 
 # ---------------------------------------------------------------- tracker
@@ -31,41 +33,8 @@ def status_of(error: BaseException | None) -> RunStatus:
     return "SCHEDULED" if stopping.goes_on(error) else "KILLED"
 
 
-class TrackedStage(StageTracker, Protocol):
-    """The tracker of one stage, with the id of its tracking run and a way to end it."""
-
-    @property
-    def run_id(self) -> str: ...
-
-    def finish(self, status: RunStatus) -> None: ...
-
-
-class Tracker(Protocol):
-    """The tracker of one run of a pipeline: `MlflowTracker`, or `MemoryTracker` in tests and jobs without MLflow."""
-
-    def start(self, name: str, *, run_id: str | None, params: Mapping[str, Any], tags: Mapping[str, str]) -> str: ...
-
-    def stage(
-        self, label: str, *, key: str, params: Mapping[str, Any], tags: Mapping[str, str], fresh: bool
-    ) -> TrackedStage: ...
-
-    @property
-    def parent(self) -> StageTracker: ...
-
-    def tag(self, tags: Mapping[str, str]) -> None: ...
-
-    def describe(self, name: str, digest: str, text: str) -> None: ...
-
-    def cached(self, label: str, *, run_id: str | None, key: str) -> None: ...
-
-    def finish(self, status: RunStatus, *, note: str) -> None: ...
-
-    def url(self, run_id: str) -> str: ...
-
-    @property
-    def token(self) -> str: ...
-
-    def leave(self) -> None: ...
+Tracker: TypeAlias = MlflowTracker | MemoryTracker
+"""The tracker of one run of a pipeline, in memory in tests and in jobs without MLflow."""
 
 
 # ---------------------------------------------------------------- retry
@@ -138,44 +107,48 @@ CELL_CHARACTERS = 300  # of a cell there: whole answers are in the tracker
 
 
 class Listener:
-    """A receiver of the events of every stage, by label, in order. It passes them on to `inner`, if there is one."""
-
-    inner: "Listener | None" = None
+    """A receiver of the events of every stage, by label, in order. This one ignores them."""
 
     def planned(self, label: str, decision: Decision) -> None:
-        if self.inner:
-            self.inner.planned(label, decision)
+        """The plan has a stage."""
 
     def started(self, label: str, decision: Decision) -> None:
-        if self.inner:
-            self.inner.started(label, decision)
+        """A stage begins, or is taken from the store."""
 
     def progress(self, label: str, done: int, total: int, message: str) -> None:
-        if self.inner:
-            self.inner.progress(label, done, total, message)
+        """A stage has done some of its steps."""
 
     def metrics(self, label: str, step: int, values: Mapping[str, float]) -> None:
-        if self.inner:
-            self.inner.metrics(label, step, values)
+        """A stage has recorded values at a step."""
 
     def finished(self, label: str, decision: Decision, metrics: Mapping[str, float], seconds: float) -> None:
-        if self.inner:
-            self.inner.finished(label, decision, metrics, seconds)
+        """A stage has a result."""
 
     def failed(self, label: str, error: BaseException) -> None:
-        if self.inner:
-            self.inner.failed(label, error)
+        """A stage has raised an error, or was halted or stopped."""
 
 
 class Silent(Listener):
-    """Ignores all events, for runs that only Prefect's pages show."""
+    """The listener of runs that only Prefect's pages show."""
+
+
+class Listeners(Listener):
+    """Passes every event on to several listeners."""
+
+    def __init__(self, *listeners: Listener) -> None:
+        for event in ("planned", "started", "progress", "metrics", "finished", "failed"):
+            setattr(self, event, partial(_tell, [getattr(one, event) for one in listeners]))
+
+
+def _tell(receivers: Sequence[Callable[..., None]], *values: object) -> None:
+    for receive in receivers:
+        receive(*values)
 
 
 class Tally(Listener):
-    """Keeps the decision and the metrics of every finished stage, and passes everything on."""
+    """Keeps the decision and the metrics of every finished stage."""
 
-    def __init__(self, inner: Listener) -> None:
-        self.inner = inner
+    def __init__(self) -> None:
         self.decisions: dict[str, Decision] = {}
         self.metrics_of: dict[str, dict[str, float]] = {}
 
@@ -186,7 +159,6 @@ class Tally(Listener):
     def finished(self, label: str, decision: Decision, metrics: Mapping[str, float], seconds: float) -> None:
         self.decisions[label] = decision
         self.metrics_of[label] = dict(metrics)
-        super().finished(label, decision, metrics, seconds)
 
 
 class ShownTracker:
@@ -292,7 +264,7 @@ class StageExecutor(Protocol):
 
 def find_result(context: RunContext, spec: StageSpec) -> StageOutcome | None:
     """Return the outcome of a stage whose result is in the store, and report the HIT; None if there is no result."""
-    found = find(context.store, spec, strict=context.options.strict)
+    found = find_hit(context.store, spec, strict=context.options.strict)
     if found is None:
         return None
     record, decision = found

@@ -50,7 +50,7 @@ class StageHeld(RunHalted):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class GateVerdict:
     """Verdict of a gate on one artifact."""
 
     gate: GateConfig
@@ -89,10 +89,10 @@ class Gatekeeper:
     store: ArtifactStore
     run: str
     """Name of the run, whose questions and answers are its own."""
-    verdicts: list[Verdict] = field(default_factory=list)
+    verdicts: list[GateVerdict] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     """Labels of the stages that were not run."""
-    _held: dict[str, Verdict] = field(default_factory=dict)
+    _held: dict[str, GateVerdict] = field(default_factory=dict)
     """Uri of an artifact that is held back -> the verdict."""
 
     def stages(self, config: PipelineConfig, run_stage: RunStage, *, group: RunGroup = ungrouped) -> Stages:
@@ -105,10 +105,10 @@ class Gatekeeper:
             decisions=self.notes,
             group=group,
             outside=outside_of(config, self.store),
-            prompts=prompts_of(self.store),
+            prompts=prompt_reader(self.store),
         )
 
-    def judge(self, spec: StageSpec, ref: ArtifactRef, metrics: Mapping[str, float]) -> list[Verdict]:
+    def judge(self, spec: StageSpec, ref: ArtifactRef, metrics: Mapping[str, float]) -> list[GateVerdict]:
         """Judge the gates after a stage that has this artifact and these metrics; return the verdicts.
 
         Raises ConfigError for a metric that the stage does not have.
@@ -121,17 +121,17 @@ class Gatekeeper:
         self.verdicts += found
         for verdict in found:
             if not verdict.holds:
-                self._held |= {one.uri: verdict for one in guarded(spec, ref)}
+                self._held |= {one.uri: verdict for one in artifacts_behind(spec, ref)}
         return found
 
-    def hold(self, spec: StageSpec) -> Verdict | None:
+    def hold(self, spec: StageSpec) -> GateVerdict | None:
         """Return the verdict that holds back a stage, None if it may run. `publish` runs only if every gate holds."""
         failed = [verdict for verdict in self.verdicts if not verdict.holds]
         found = [self._held[ref.uri] for ref in spec.refs() if ref.uri in self._held]
         found += failed if spec.name == "publish" else []
         return min(found, key=lambda verdict: verdict.outcome == "waiting", default=None)
 
-    def skip(self, spec: StageSpec, ref: ArtifactRef, verdict: Verdict) -> None:
+    def skip(self, spec: StageSpec, ref: ArtifactRef, verdict: GateVerdict) -> None:
         """Block the stages after `ref`, the placeholder for the artifact of a stage that is not run."""
         self.skipped.append(spec.label)
         self._held |= {one.uri: verdict for one in (ref, *parts(ref))}
@@ -161,25 +161,25 @@ class Gatekeeper:
 
     def _judged(
         self, gate: GateConfig, index: int, spec: StageSpec, digest: str, metrics: Mapping[str, float], folder: Path
-    ) -> Verdict:
+    ) -> GateVerdict:
         said = ""
         if gate.metric:
-            holds, said = judged(gate, index, known_numbers(metrics, folder))
+            holds, said = judge_metric(gate, index, known_numbers(metrics, folder))
             if holds:
-                return Verdict(gate, spec.label, self._question(gate, digest, said), "passed")
+                return GateVerdict(gate, spec.label, self._question(gate, digest, said), "passed")
         question = self._question(gate, digest, said)
         if gate.otherwise == "approve":
             request = GateDecisions(self.store.shared).find(question.id)
             answer = None if request is None else request.answer
             outcome: Outcome = "waiting" if answer is None else "approved" if answer.answer == "approve" else "rejected"
-            return Verdict(gate, spec.label, question, outcome, answer)
-        return Verdict(gate, spec.label, question, "warned" if gate.otherwise == "warn" else "blocked")
+            return GateVerdict(gate, spec.label, question, outcome, answer)
+        return GateVerdict(gate, spec.label, question, "warned" if gate.otherwise == "warn" else "blocked")
 
     def _question(self, gate: GateConfig, digest: str, found: str) -> Question:
-        return Question(gate=gate.title, condition=condition(gate), digest=digest, found=found, run=self.run)
+        return Question(gate=gate.title, condition=gate_condition(gate), digest=digest, found=found, run=self.run)
 
 
-def condition(gate: GateConfig) -> dict[str, Any]:
+def gate_condition(gate: GateConfig) -> dict[str, Any]:
     """Return the subject of an approval besides the artifact: the stage and the condition."""
     return gate.model_dump(mode="json", exclude={"otherwise"}) | {"name": gate.title}
 
@@ -192,7 +192,7 @@ def commands(question: Question, run: str, store: Path) -> str:
     return f"`rlhf approve {command}` or `rlhf reject {command}`"
 
 
-def guarded(spec: StageSpec, ref: ArtifactRef) -> Iterator[ArtifactRef]:
+def artifacts_behind(spec: StageSpec, ref: ArtifactRef) -> Iterator[ArtifactRef]:
     """Yield the artifacts that a gate after the stage holds back: its own, and the input that its report judges."""
     yield from (ref, *parts(ref))
     judges = STAGES[spec.name].judges if spec.name in STAGES else ()
@@ -209,7 +209,7 @@ def known_numbers(metrics: Mapping[str, float], folder: Path) -> dict[str, float
     return (dict(numbers(json.loads(report.read_text(encoding="utf-8")))) if report.is_file() else {}) | dict(metrics)
 
 
-def judged(gate: GateConfig, index: int, known: Mapping[str, float]) -> tuple[bool, str]:
+def judge_metric(gate: GateConfig, index: int, known: Mapping[str, float]) -> tuple[bool, str]:
     """Return whether a gate's condition holds, and the comparison. Raises ConfigError that lists the known names.
 
     It does not hold for a number of fewer than `least_prompts` prompts, nor for the end of an interval that they do not give.
@@ -248,8 +248,7 @@ def value_of(gate: GateConfig, index: int, known: Mapping[str, float]) -> float:
     names = sorted(known)
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     rule = f"{gate.after} has no such metric; it has {', '.join(names[:SHOWN]) or 'none'}{more}"
-    near = nearest(gate.metric, names)
-    remedy = near if near.startswith("did you mean") else "name one of them"
+    remedy = nearest(gate.metric, names, otherwise="name one of them")
     raise ConfigError(f"gates[{index}].metric", gate.metric, rule, remedy)
 
 
@@ -313,7 +312,7 @@ def outside_of(config: PipelineConfig, store: ArtifactStore) -> FindOutside:
     return find
 
 
-def prompts_of(store: ArtifactStore) -> Callable[[PromptsRef], Sequence[Prompt]]:
+def prompt_reader(store: ArtifactStore) -> Callable[[PromptsRef], Sequence[Prompt]]:
     """Return the function that reads prompts; it returns none for those that are yet to be made."""
 
     def read(ref: PromptsRef) -> Sequence[Prompt]:

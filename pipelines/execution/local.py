@@ -24,7 +24,7 @@ from rlhf_core.config.annotators import People
 from rlhf_core.config.engines import OptimizerConfig
 from rlhf_core.config.runtime import RuntimeConfig
 from rlhf_core.interfaces import ModelSpec, Role, Runtime, Sampler, StageTracker, T, Trainer
-from rlhf_core.runtime.cluster import check_address, named_address
+from rlhf_core.runtime.cluster import check_ray_address, named_address
 from rlhf_core.runtime.local_runtime import open_runtime
 from rlhf_core.schema import secrets
 from rlhf_core.stage.decision import Decision, starts_over, target_of
@@ -121,7 +121,7 @@ class LocalExecutor:
         if "sampler" in needed:
             secrets.check(config.sampler, "runtime.sampler")
         if needed and config.type == "ray":
-            check_address(named_address())
+            check_ray_address(named_address())
         if needed and not _waits_for_people(planned):
             threading.Thread(target=_prewarm, args=(self.runtime, needed), daemon=True, name="prewarm").start()
 

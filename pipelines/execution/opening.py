@@ -5,21 +5,21 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from pipelines.execution.executor import Listener, RunContext, RunOptions, StageExecutor, Tracker
+from pipelines.execution.executor import Listener, Listeners, RunContext, RunOptions, StageExecutor, Tracker
 from pipelines.execution.local import LazyRuntime, LocalExecutor
-from pipelines.execution.plan import Pipeline, PlannedStage, plan
-from pipelines.execution.progress_lines import LoggedLines
+from pipelines.execution.plan import Pipeline, PlannedStage, plan_stages
+from pipelines.execution.progress_lines import ProgressLines
 from pipelines.execution.reward_arguments import check_rewards
 from pipelines.execution.run import PipelineRun, still_forced
 from pipelines.execution.summary import shown_overrides
-from pipelines.flows.profile import PipelineConfig, load_profile, profile_digest
+from pipelines.flows.profile import PipelineConfig, profile_digest
 from pipelines.services.home import Home
 from pipelines.services.run_notes import RunNote, new_note
 from pipelines.services.running import running
 from pipelines.services.user_servers import tracking_place, tracking_uri, user_prefect
 from rlhf_core.secrets.redaction import hide_in_logs
 from rlhf_core.stage.key import Strictness
-from rlhf_core.stage.run import find
+from rlhf_core.stage.run import find_hit
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.opening import check_writable, store_root
 from rlhf_core.tracking.further import FurtherTrackers
@@ -36,11 +36,6 @@ def store_of(config: PipelineConfig, home: Home) -> ArtifactStore:
     return ArtifactStore(store_root(config.store) if config.store else home.store)
 
 
-def store_of_profile(profile: str) -> ArtifactStore:
-    """Return the store that the profile of this name uses."""
-    return store_of(load_profile(profile), Home.here())
-
-
 def plan_run(
     config: PipelineConfig, pipeline: Pipeline, options: RunOptions, *, store: ArtifactStore, here: bool = True
 ) -> list[PlannedStage]:
@@ -52,7 +47,7 @@ def plan_run(
         check_writable(store.root)
     options = still_forced(options, config, store)
     until, force, strict = options.until, options.force, options.strict
-    return plan(config, store, pipeline=pipeline, until=until, force=force, strict=strict, here=here)
+    return plan_stages(config, store, pipeline=pipeline, until=until, force=force, strict=strict, here=here)
 
 
 @contextmanager
@@ -84,7 +79,7 @@ def open_run(
     for stage in planned:
         listener.planned(stage.label, stage.decision)
     # Prefect's log of the run has what a terminal would show.
-    context = RunContext(config, options, store, tracker, LoggedLines(listener))
+    context = RunContext(config, options, store, tracker, Listeners(ProgressLines(), listener))
     executor = open_executor(context, runtime)
     try:
         executor.prepare(planned)
@@ -116,11 +111,11 @@ def open_executor(context: RunContext, runtime: LazyRuntime | None = None) -> St
     return LocalExecutor(context, LazyRuntime(context.config.runtime))
 
 
-def open_tracker(config: PipelineConfig, home: Home, *, join: str = "") -> Tracker:
+def open_tracker(config: PipelineConfig, home: Home, *, join: str = "") -> MlflowTracker:
     """Return the MLflow tracker of a run; `join` is the token of a run that another process opened."""
     uri, place = tracking_uri(home), tracking_place(home)
     ours = place == home.mlflow_uri
-    tracker: Tracker = MlflowTracker(
+    return MlflowTracker(
         uri,
         experiment=config.experiment,
         artifact_root=home.mlflow_artifacts if ours else None,
@@ -131,7 +126,6 @@ def open_tracker(config: PipelineConfig, home: Home, *, join: str = "") -> Track
         further=FurtherTrackers(config.track.also, home.root / "trackers" / config.name, config.name),
         locate=lambda: tracking_uri(home),
     )
-    return tracker
 
 
 def import_tracker(home: Home) -> None:
@@ -162,7 +156,7 @@ def results_if_all_cached(
         return None
     found = {}
     for stage in planned:
-        hit = find(store, stage.spec, strict=strict)
+        hit = find_hit(store, stage.spec, strict=strict)
         if hit is None:  # removed since the plan
             return None
         found[stage.label] = hit

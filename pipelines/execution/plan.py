@@ -19,7 +19,7 @@ from pipelines.flows.profile import PipelineConfig
 from rlhf_core.config.monitors import is_named, remedy_of
 from rlhf_core.errors import ConfigError, nearest
 from rlhf_core.stage.code import remembered_code
-from rlhf_core.stage.decision import Decision, decide, last_record
+from rlhf_core.stage.decision import Decision, decide
 from rlhf_core.stage.key import StageSpec, Strictness
 from rlhf_core.stage.versions import other_versions
 from rlhf_core.store.artifacts import ArtifactStore
@@ -74,7 +74,7 @@ def run_until(config: PipelineConfig, pipeline: Pipeline, stages: Stages, until:
         pipeline(config, replace(stages, run_stage=UntilStage(stages.run_stage, until)))
 
 
-def plan(
+def plan_stages(
     config: PipelineConfig,
     store: ArtifactStore,
     *,
@@ -146,7 +146,7 @@ def outlook(stages: Sequence[PlannedStage], store: ArtifactStore) -> Outlook:
         if stage.decision.action == "HIT" and (found := store.record(stage.decision.key)) is not None:
             dates.append(found.made)
         if stage.decision.action not in ("HIT", "BLOCKED"):
-            record = last_record(store, stage.spec)
+            record = store.latest(stage.label, stage.spec.pipeline)
             seconds[stage.label] = None if record is None else record.seconds
     return Outlook(actions.count("HIT"), actions.count("BLOCKED"), seconds, max(dates, default=""))
 
@@ -177,8 +177,7 @@ def check_labels(stages: list[PlannedStage], named: Mapping[str, Collection[str]
         for label in wanted:
             if label not in labels:
                 rule = f"no such stage; this pipeline has {', '.join(labels)}"
-                near = nearest(label, labels)
-                raise ConfigError(option, label, rule, near if near.startswith("did you mean") else "name one of them")
+                raise ConfigError(option, label, rule, nearest(label, labels, otherwise="name one of them"))
 
 
 def check_gates(config: PipelineConfig, pipeline: Pipeline, specs: Mapping[str, StageSpec], *, until: str) -> None:
@@ -191,8 +190,7 @@ def check_gates(config: PipelineConfig, pipeline: Pipeline, specs: Mapping[str, 
     for index, gate in enumerate(config.gates):
         if gate.after not in specs:
             rule = f"no such stage; this pipeline has {', '.join(specs)}"
-            near = nearest(gate.after, list(specs))
-            remedy = near if near.startswith("did you mean") else "name one of them"
+            remedy = nearest(gate.after, list(specs), otherwise="name one of them")
             raise ConfigError(f"gates[{index}].after", gate.after, rule, remedy)
         numbers = numbers_of(specs[gate.after], specs)
         known = [] if numbers is None else [*numbers.record, *numbers.report]
@@ -301,7 +299,7 @@ def version_lines(store: ArtifactStore, spec: StageSpec, record: KeyRecord | Non
     Packages count only with `--strict-env`. Tokenizers and chat templates are files of the inputs, which always count:
     those of a hit are the same.
     """
-    made = record or last_record(store, spec)
+    made = record or store.latest(spec.label, spec.pipeline)
     if made is None:
         return
     yield from other_versions(made.environment) or ["packages: the same versions as when it was made"]

@@ -15,7 +15,7 @@ PROGRESS_EVERY_S = 15.0
 
 
 class ProgressLines(Listener):
-    """Passes one line per event to `write`.
+    """Passes one line per event to `write`, by default to the log, which is also that of the flow run.
 
     A plan and metrics have no line: the decision comes with the start of a stage, and the most informative metric with
     its end.
@@ -26,40 +26,25 @@ class ProgressLines(Listener):
         """Time of the last line about the progress of each stage."""
 
     def write(self, line: str) -> None:
-        """Print or log a line."""
-        raise NotImplementedError
+        """Log a line."""
+        logger.info("%s", line)
 
     def started(self, label: str, decision: Decision) -> None:
         self.write(f"{label}: {decision.action}: {decision.reason}")
-        super().started(label, decision)
 
     def progress(self, label: str, done: int, total: int, message: str) -> None:
         now = time.monotonic()
         if label not in self._last or now - self._last[label] >= PROGRESS_EVERY_S:
             self._last[label] = now
             self.write(f"{label}: {done}/{total} {message}")
-        super().progress(label, done, total, message)
 
     def finished(self, label: str, decision: Decision, metrics: Mapping[str, float], seconds: float) -> None:
         if decision.action != "HIT":
             self.write(f"{label}: done in {seconds:.1f} s  {key_metric(metrics)}".rstrip())
-        super().finished(label, decision, metrics, seconds)
 
     def failed(self, label: str, error: BaseException) -> None:
         end = f"FAILED: {type(error).__name__}" if isinstance(error, Exception) else end_of(error)
         self.write(f"{label}: {end}")
-        super().failed(label, error)
-
-
-class LoggedLines(ProgressLines):
-    """Logs the lines, which go to the log of the flow run, and passes the events on."""
-
-    def __init__(self, inner: Listener) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def write(self, line: str) -> None:
-        logger.info("%s", line)
 
 
 ENDS = {"Waiting": "waiting for people", "Blocked": "blocked by a gate", "OverBudget": "over budget"}

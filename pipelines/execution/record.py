@@ -14,10 +14,10 @@ from pipelines.execution.summary import (
     PAGE,
     compares_policies,
     description,
-    headline,
     headline_metrics,
     read_report,
     results,
+    run_headline,
 )
 from pipelines.flows.profile_text import as_toml
 from rlhf_core.types import PublishedRef
@@ -35,7 +35,7 @@ def record_results(
     """Hand the results to the tracking run, keep its report for readers at `page`, and return the run's description."""
     store, tracker, parent = context.store, context.tracker, context.tracker.parent
     parent.metrics(0, headline_metrics(outcomes, store))
-    result = headline(outcomes, store)
+    result = run_headline(outcomes, store)
     tracker.tag({"result": result} if result else {})
     with tempfile.TemporaryDirectory() as folder:
         profile = Path(folder) / PROFILE

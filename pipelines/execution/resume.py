@@ -10,7 +10,7 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.states import Scheduled
 
 from pipelines.execution.request import RunRequest
-from pipelines.services.flow_runs import FLOW_NAME, is_unfinished, ours, read_newest, reconcile
+from pipelines.services.flow_runs import FLOW_NAME, is_unfinished, ours, read_newest, reconcile_flow_runs
 from pipelines.services.run_notes import CLOSED
 from rlhf_core.errors import RlhfError, nearest
 
@@ -21,7 +21,7 @@ class ResumeError(RlhfError, ValueError):
 
 @dataclass(frozen=True)
 class Resumption:
-    """The result of `resume`, and the remaining action.
+    """The result of `resume_flow_run`, and the remaining action.
 
     `nothing`: there is nothing to do; `message` is the reason. `scheduled`: `rlhf up` will run it again. `foreground`:
     it was started by `rlhf run`, and the caller must run `request` again.
@@ -32,12 +32,12 @@ class Resumption:
     request: RunRequest | None = None
 
 
-def resume(wanted: str, *, served: bool) -> Resumption:
+def resume_flow_run(wanted: str, *, served: bool) -> Resumption:
     """Resume the flow run with this name or id; "" means the newest that has not completed.
 
     `served`: whether the deployments are up. Prefect's client must point at the server.
     """
-    reconcile()
+    reconcile_flow_runs()
     with get_client(sync_client=True) as client:
         flow_run = _find(client, wanted)
         if flow_run is None:

@@ -28,7 +28,7 @@ from pipelines.execution.executor import (
 from pipelines.execution.gates import Gatekeeper, StageHeld, commands
 from pipelines.execution.plan import HELD, Pipeline, PlannedStage, all_specs, placeholder, run_until
 from pipelines.execution.record import record_results
-from pipelines.execution.summary import headline, run_name
+from pipelines.execution.summary import run_headline, run_name
 from pipelines.flows.graph import RunGroup, RunStage, ungrouped
 from pipelines.flows.profile import PipelineConfig, profile_digest
 from pipelines.flows.run_rules import Event, NotifyConfig
@@ -348,12 +348,12 @@ def run_stages(
         note_forced(options, config, run.context.store, finished=run.results, ended=ended)
         notify(config.notify, ended, run=config.name, links=run.links)
         if run.note is not None:
-            end, policies = state_of(ended), policies_of(run.results)
+            end, policies = state_of(ended), model_digests(run.results)
             run.note.change(state=end, message=str(ended or ""), headline=run.headline, policies=policies)
     return run.results
 
 
-def policies_of(results: Mapping[str, ArtifactRef]) -> dict[str, str]:
+def model_digests(results: Mapping[str, ArtifactRef]) -> dict[str, str]:
     """Return the digests of the policies and reward models among the results of a run, by stage."""
     return {label: ref.digest for label, ref in results.items() if isinstance(ref, (PolicyRef, RewardModelRef))}
 
@@ -369,7 +369,7 @@ def state_of(ended: BaseException | None) -> str:
 
 def _headline(run: PipelineRun) -> str:
     with suppress(RlhfError, OSError, ValueError, KeyError):  # of an artifact that was lost
-        return headline(run.outcomes, run.context.store)
+        return run_headline(run.outcomes, run.context.store)
     return ""
 
 

@@ -274,7 +274,7 @@ def _result(outcomes: Mapping[str, StageOutcome], store: ArtifactStore) -> tuple
     return "", {}
 
 
-def headline(outcomes: Mapping[str, StageOutcome], store: ArtifactStore) -> str:
+def run_headline(outcomes: Mapping[str, StageOutcome], store: ArtifactStore) -> str:
     """Return the result of a run in a line, such as `ppo gold 3.49 [3.34, 3.64]; champion v1`.
 
     "" if no stage has one of `HEADLINES` and none published a policy.
@@ -290,7 +290,7 @@ def headline(outcomes: Mapping[str, StageOutcome], store: ArtifactStore) -> str:
 
 def description(outcomes: Mapping[str, StageOutcome], store: ArtifactStore) -> str:
     """Return, in Markdown, the result, its table, and every finished stage with a link to the tracking run that made it."""
-    result = headline(outcomes, store)
+    result = run_headline(outcomes, store)
     parts = [f"**{result}**"] if result else []
     reports = (read_report(store.path(outcome.ref)) for outcome in outcomes.values())
     parts += [one.markdown() for report in reports if compares_policies(report) for one in results(report).values()]

@@ -37,7 +37,7 @@ from pipelines.flows.steps import (
 from rlhf_core.config.policy import PPOConfig
 from rlhf_core.config.rewards import GenerativeReward, ProcessRewardModelReward, RewardModelReward
 from rlhf_core.config.runtime import RuntimeConfig
-from rlhf_core.config.teachers import Teachers
+from rlhf_core.config.teachers import TeacherOptions
 from rlhf_core.errors import explain
 from rlhf_core.schema.base import OPERATIONAL, Config, added_option
 from rlhf_core.types import ArtifactRef, PolicyRef, RewardModelRef
@@ -305,7 +305,7 @@ def without_prefix(name: str) -> str:
 def teachers_in(config: Config) -> Mapping[str, float]:
     """The teachers of a distillation, and of a policy optimization that learns from some, with their weights."""
     taught = config.distill if isinstance(config, PPOConfig) else config
-    return taught.teachers if isinstance(taught, Teachers) else {}
+    return taught.teachers if isinstance(taught, TeacherOptions) else {}
 
 
 def reward_models(step: Node, given: Sequence[str] | Mapping[str, str], others: Collection[str]) -> Mapping[str, str]:

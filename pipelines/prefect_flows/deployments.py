@@ -47,7 +47,7 @@ from pipelines.flows.profile_text import as_table
 from pipelines.prefect_flows import pipeline_flows, stage_flows, waiting
 from pipelines.prefect_flows.own_deployments import claim, declare, own_deployments
 from pipelines.prefect_flows.waiting import keep_resuming
-from pipelines.services.flow_runs import FLOW_NAME, PIPELINE_TAG, STAGE_TAG, home_tag, interrupt, reconcile
+from pipelines.services.flow_runs import FLOW_NAME, PIPELINE_TAG, STAGE_TAG, home_tag, interrupt, reconcile_flow_runs
 from pipelines.services.home import Home
 from rlhf_core.processes.identity import user_name
 from rlhf_core.secrets.redaction import hide_in_logs
@@ -285,7 +285,7 @@ def _keep_true(log: Path) -> None:
     while True:
         time.sleep(RECONCILE_EVERY_S)
         try:
-            corrected = reconcile()
+            corrected = reconcile_flow_runs()
         except Exception as error:  # the server may be away for a while
             logger.warning("could not search for runs of dead processes: %s", error)
             continue
@@ -310,7 +310,7 @@ def main(mark: Path) -> None:
     if signal.SIGHUP in terminations():
         signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
     home = Home.here()
-    reconcile()
+    reconcile_flow_runs()
     runner = InterruptingRunner(home)
     register(runner, home)
     keep_true(home)

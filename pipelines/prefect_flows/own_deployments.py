@@ -83,7 +83,7 @@ def in_pool(name: str, digest: str, table: Mapping[str, Any], pool: str, config:
     )
 
 
-def deploy(made: Any, *, about: str, seed: int, stages: Collection[str], cron: str) -> tuple[UUID, str]:
+def make_deployment(made: Any, *, about: str, seed: int, stages: Collection[str], cron: str) -> tuple[UUID, str]:
     """Make or update a deployment of a profile; return its id, and the version that it had before, or "".
 
     A version is the beginning of a profile's digest. Without `cron` the schedule stays as it is; `none` removes it.

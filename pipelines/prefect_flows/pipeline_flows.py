@@ -18,7 +18,7 @@ from pipelines.flows.profile import PipelineConfig, parse, with_overrides
 from pipelines.flows.rlvr import verifiable_rewards
 from pipelines.prefect_flows.cards import show_halt
 from pipelines.prefect_flows.tasks import completed, run_in_flow
-from pipelines.prefect_flows.waiting import close_finished, halted, note
+from pipelines.prefect_flows.waiting import close_finished, halted, note_halt
 from pipelines.services.flow_runs import FLOW_NAME, own, rename
 from pipelines.services.home import Home
 from rlhf_core.errors import ConfigError
@@ -110,7 +110,7 @@ def run_served(config: PipelineConfig, pipeline: Pipeline, request: RunRequest) 
         except RunHalted as error:
             logger.warning("%s", error)
             if context is not None and context.flow_run is not None:
-                note(home, context.flow_run, error)
+                note_halt(home, context.flow_run, error)
                 show_halt(error, run=config.name)
             return halted(error)
     return completed(pipeline_run, {label: ref.digest for label, ref in results.items()})

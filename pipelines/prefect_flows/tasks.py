@@ -30,7 +30,7 @@ from pipelines.execution.summary import run_name
 from pipelines.flows.inputs import parts
 from pipelines.prefect_flows.cards import Curves, ProgressCard, show_plan, show_results, show_stage
 from pipelines.prefect_flows.waiting import halted
-from pipelines.services.flow_runs import own, reconcile, rename
+from pipelines.services.flow_runs import own, reconcile_flow_runs, rename
 from pipelines.services.running import wait_for
 from rlhf_core.errors import RlhfError
 from rlhf_core.secrets.redaction import shown, without_secrets
@@ -79,7 +79,7 @@ def run_in_flow(run: PipelineRun, pipeline: Pipeline) -> dict[str, ArtifactRef]:
     if context is None or context.flow_run is None:
         raise RuntimeError("run_in_flow: no flow is active; call it inside a flow")
     own(context.flow_run.id)  # first: a retried run still names the process that died
-    reconcile()
+    reconcile_flow_runs()
     name = run_name(context.flow_run.name, run.context.options.overrides, str(context.flow_run.id))
     rename(context.flow_run, name)
     show_plan([(stage.label, stage.decision) for stage in run.planned])

@@ -17,10 +17,10 @@ from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelled, Scheduled
 
 from pipelines.execution.approving import Meant, answer_gate
-from pipelines.execution.resume import ResumeError, resume
+from pipelines.execution.resume import ResumeError, resume_flow_run
 from pipelines.services.flow_runs import FLOW_NAME, close_halted, own
 from pipelines.services.home import Home
-from pipelines.services.waits import forget_wait, note_wait, waiting_runs
+from pipelines.services.waits import forget_condition, note_condition, waiting_runs
 from rlhf_core.secrets.redaction import hide_in_logs
 from rlhf_core.stage.stopping import RunHalted, StageWaiting
 from rlhf_core.tracking.mlflow_client import FLOW_RUN_TAG
@@ -41,7 +41,7 @@ def halted(error: RunHalted) -> State[None]:
     return Cancelled(name=error.state, message=str(error))
 
 
-def note(home: Home, flow_run: FlowRun, error: RunHalted) -> None:
+def note_halt(home: Home, flow_run: FlowRun, error: RunHalted) -> None:
     """Record the condition that a run of a deployment waits for, in place of the previous one.
 
     Runs that are no deployment's are in a terminal, where the same command goes on.
@@ -49,9 +49,9 @@ def note(home: Home, flow_run: FlowRun, error: RunHalted) -> None:
     if flow_run.deployment_id is None:
         return
     if isinstance(error, StageWaiting) and error.condition:
-        note_wait(home, str(flow_run.id), error.condition)
+        note_condition(home, str(flow_run.id), error.condition)
     else:
-        forget_wait(home, str(flow_run.id))
+        forget_condition(home, str(flow_run.id))
 
 
 def close_finished(flow: Flow[..., object], flow_run: FlowRun, state: State) -> None:
@@ -89,7 +89,7 @@ def resume_met(home: Home, check: Check) -> list[str]:
             if _waits(flow_run):
                 due.append(name)
             elif flow_run is None or (flow_run.state is not None and flow_run.state.is_final()):
-                forget_wait(home, name)
+                forget_condition(home, name)
         resumed = []
         for name in check(home, due) if due else ():
             if _waits(_read(client, name)):  # the check took a while
@@ -117,7 +117,7 @@ def _waits(flow_run: FlowRun | None) -> bool:
 def _read(client: SyncPrefectClient, name: str) -> FlowRun | None:
     try:
         return client.read_flow_run(UUID(name))
-    except ObjectNotFound:
+    except (ObjectNotFound, ValueError):  # a name that is no id
         return None
 
 
@@ -158,29 +158,21 @@ def approve(
     request, said = answer_gate(meant, decision, reason=reason, store=store, by=by)
     asked = request.question
     flow_runs = [one.links[FLOW_RUN_TAG] for one in request.askers if FLOW_RUN_TAG in one.links]
-    return f"gate {asked.gate}, {asked.condition['after']} {asked.digest[:12]}: {said}; {go_on(flow_runs)}"
+    return (
+        f"gate {asked.gate}, {asked.condition['after']} {asked.digest[:12]}: {said}; {resume_waiting_runs(flow_runs)}"
+    )
 
 
-def go_on(flow_runs: Sequence[str]) -> str:
+def resume_waiting_runs(flow_runs: Sequence[str]) -> str:
     """Start the waiting runs of deployments again; return the result, or the remaining steps."""
     by_hand, done = "run the same command again, and it goes on", []
-    for flow_run in dict.fromkeys(flow_runs):
-        if not waits(flow_run):
-            continue
+    with get_client(sync_client=True) as client:
+        waiting = [one for one in dict.fromkeys(flow_runs) if _waits(_read(client, one))]
+    for flow_run in waiting:
         try:
-            found = resume(flow_run, served=True)
+            found = resume_flow_run(flow_run, served=True)
         except ResumeError as error:  # the decision is written down in any case
             done.append(f"{error}; {by_hand}")
         else:
             done += [found.message] if found.kind == "scheduled" else []
     return "; ".join(done) or by_hand
-
-
-def waits(flow_run: str) -> bool:
-    """Return whether a flow run has ended as Waiting; one that was cancelled or has failed is not started again."""
-    try:
-        with get_client(sync_client=True) as client:
-            state = client.read_flow_run(UUID(flow_run)).state
-    except (ObjectNotFound, ValueError):
-        return False
-    return state is not None and state.name == StageWaiting.state

@@ -41,7 +41,7 @@ class PoolWorker(ProcessWorker):
         return await super().run(flow_run, configuration, task_status)
 
 
-def serve(home: Home, pool: str, runs_at_once: int) -> None:
+def serve_pool(home: Home, pool: str, runs_at_once: int) -> None:
     """Run what is scheduled in a work pool until SIGTERM or Ctrl-C; the pool is made if there is none."""
     logging.basicConfig(format="%(asctime)s %(message)s")
     hide_in_logs()

@@ -67,7 +67,7 @@ def own(flow_run_id: UUID) -> None:
     with get_client(sync_client=True) as client:
         count = client.read_flow_run(flow_run_id).run_count
         labels = {RUN_COUNT: str(count), HOME_LABEL: Home.here().identity}
-        client.update_flow_run_labels(flow_run_id, mlflow_client.tags() | labels)
+        client.update_flow_run_labels(flow_run_id, mlflow_client.owner_tags() | labels)
 
 
 def rename(flow_run: FlowRun, name: str, tags: Iterable[str] = ()) -> None:
@@ -99,7 +99,7 @@ def _home_of(flow_run: FlowRun) -> str:
     return next((tag.removeprefix(HOME_TAG) for tag in flow_run.tags if tag.startswith(HOME_TAG)), "")
 
 
-def reconcile() -> list[Reconciled]:
+def reconcile_flow_runs() -> list[Reconciled]:
     """End our runs of dead processes of this machine, and the tasks of runs that have ended; return the changes."""
     with get_client(sync_client=True) as client:
         active = FlowRunFilter(state={"type": {"any_": ["RUNNING", "CANCELLING", "PENDING"]}})

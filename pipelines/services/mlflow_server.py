@@ -22,7 +22,7 @@ LISTEN = "listen"
 """Second argument of the process in which the application runs, with the variables that MLflow's command made for it."""
 
 
-def app() -> Door:
+def mlflow_app() -> Door:
     """Return MLflow's application for this user and its own pages; a factory for uvicorn."""
     from mlflow.server.fastapi_app import app as theirs  # reads the settings that the command made for its workers
 
@@ -38,7 +38,7 @@ def become_server(_: list[str], *, extra_env: Mapping[str, str], **__: Any) -> N
 
 if __name__ == "__main__":
     if sys.argv[2] == LISTEN:
-        serve_at(int(sys.argv[1]), app)
+        serve_at(int(sys.argv[1]), mlflow_app)
     else:
         mlflow.server._exec_cmd = become_server
         cli(sys.argv[2:])

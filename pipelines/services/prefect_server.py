@@ -34,7 +34,7 @@ _SIGN_IN_PAGE = """<!doctype html><title>Prefect</title>
 """Sign-in page. The part after `#` stays in the browser, so no log has it. Prefect's pages read this storage key."""
 
 
-def app() -> Door:
+def prefect_app() -> Door:
     """Return Prefect's application behind our door; a factory for uvicorn."""
     hide_in_logs()
     DeploymentSort.as_sql_sort = _pipelines_first
@@ -103,4 +103,4 @@ def _is_open(scope: Scope) -> bool:
 
 if __name__ == "__main__":
     # A stage may hold Python's global lock for a while; a missed ping does not mean that its process is gone.
-    serve_at(int(sys.argv[1]), app, ws_ping_interval=60.0, ws_ping_timeout=300.0)
+    serve_at(int(sys.argv[1]), prefect_app, ws_ping_interval=60.0, ws_ping_timeout=300.0)

@@ -3,18 +3,18 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from pipelines.services.handover import kept_prefect
 from pipelines.services.home import Home, has_prefect_database
 from pipelines.services.links import update_links
-from pipelines.services.running import ServiceError, proven, running
-from pipelines.services.servers import private_server
+from pipelines.services.running import ServiceError, proven, running, wait_for
+from pipelines.services.servers import SERVER_TIMEOUT_S, PrivateServer, private_server
 from pipelines.services.user_servers import connect_user_prefect, tracking_uri, user_prefect
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.layout import sweep_temporaries
 from rlhf_core.store.leases import is_gone, owner_in
 from rlhf_core.tracking import mlflow
+from rlhf_core.tracking.mlflow_client import is_missing_database
 
 
 def reconcile_all(home: Home, stores: list[ArtifactStore]) -> Iterator[str]:
@@ -25,9 +25,9 @@ def reconcile_all(home: Home, stores: list[ArtifactStore]) -> Iterator[str]:
     if was_used(home):
         with some_prefect(home):
             # Prefect reads its settings when it is imported, and `some_prefect` has just made them.
-            from pipelines.services.flow_runs import reconcile
+            from pipelines.services.flow_runs import reconcile_flow_runs
 
-            yield from map(str, reconcile())
+            yield from map(str, reconcile_flow_runs())
             services = running(home)
             if services is not None:
                 yield from update_links(home, services)
@@ -51,9 +51,9 @@ def reconcile_store(store: ArtifactStore) -> Iterator[str]:
 def reconcile_mlflow(home: Home) -> Iterator[str]:
     """End the RUNNING runs of dead processes of this machine in all experiments; yield a line for each."""
     uri = tracking_uri(home)
-    if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).exists():
+    if is_missing_database(uri):
         return
-    for run in mlflow.reconcile_all(uri):
+    for run in mlflow.end_all_dead_runs(uri):
         yield f"MLflow {run.experiment}/{run.name} ({run.run_id}) -> KILLED: its {run.owner} ended without reporting a result"
 
 
@@ -72,19 +72,32 @@ def some_prefect(home: Home) -> Iterator[bool]:
     Yields whether `rlhf up` serves deployments there. Raises ServiceError if a server that should run does not answer.
     """
     services = running(home)
+    served = services is not None and user_prefect(home) in ("", services.prefect_api)
+    with prefect_server(home, patience_s=0.0) as server:
+        if server is not None:
+            server.wait()
+        yield served
+
+
+@contextmanager
+def prefect_server(home: Home, *, patience_s: float = SERVER_TIMEOUT_S) -> Iterator[PrivateServer | None]:
+    """Connect Prefect's client to the user's server, to that of `rlhf up`, or to one that ends with the block.
+
+    Yields the last one, which may still be starting, else None. The server of `rlhf up` may take `patience_s` to answer.
+    """
+    services = running(home)
     theirs = user_prefect(home) or (services.prefect_api if services is not None else "")
     if theirs:
         connect_user_prefect(home, theirs)
-        yield services is not None and services.prefect_api == theirs
-        return
-    if services is not None:
-        if not proven(services.health["prefect"], home.prefect_auth_string):
-            rule = "does not answer; if it hangs, it is restarted within a minute or two"
-            raise ServiceError(f"{services.prefect_url}: {rule}; read the logs in {home.logs}")
+        yield None
+    elif services is not None:
+        auth = home.prefect_auth_string
         with kept_prefect(home, services):
-            yield True
-        return
-    with private_server(home) as server:
-        os.environ.update(server.environment)
-        server.wait()
-        yield False
+            if not wait_for(lambda: proven(services.health["prefect"], auth), patience_s):
+                rule, remedy = "does not answer", f"read the logs in {home.logs}, or stop the services with `rlhf down`"
+                raise ServiceError(f"{services.prefect_url}: {rule}; {remedy}")
+            yield None
+    else:
+        with private_server(home) as server:
+            os.environ.update(server.environment)
+            yield server

@@ -41,7 +41,7 @@ class ServiceError(RlhfError, RuntimeError):
 
 def healthy(url: str) -> bool:
     """Return whether `url` answers with status 200 within a few seconds, whoever's server it is."""
-    return answered(url, "")[0] == HTTPStatus.OK
+    return status_and_proof(url, "")[0] == HTTPStatus.OK
 
 
 def proven(url: str, key: str) -> bool:
@@ -51,12 +51,12 @@ def proven(url: str, key: str) -> bool:
     with an HMAC of a random number and its port.
     """
     nonce = secrets.token_hex(16)
-    status, given = answered(url, nonce)
+    status, given = status_and_proof(url, nonce)
     right = proof(key, nonce, urlsplit(url).port or 80)
     return status == HTTPStatus.OK and hmac.compare_digest(given.encode(), right.encode())
 
 
-def answered(url: str, nonce: str) -> tuple[int, str]:
+def status_and_proof(url: str, nonce: str) -> tuple[int, str]:
     """Return the status of a server's answer, 0 without one, and its proof, which only servers of ours give."""
     try:
         with _DIRECT.open(urllib.request.Request(url, headers={NONCE: nonce}), timeout=ANSWER_TIMEOUT_S) as response:
@@ -67,7 +67,7 @@ def answered(url: str, nonce: str) -> tuple[int, str]:
         return 0, ""
 
 
-def answers(url: str) -> bool:
+def is_reachable(url: str) -> bool:
     """Return whether a remote server answers at all, even with an error such as a missing password. Uses proxies."""
     try:
         with urllib.request.urlopen(url, timeout=ANSWER_TIMEOUT_S):
@@ -213,7 +213,7 @@ def read_note(home: Home) -> Services | None:
 
 
 def alive(owner: Mapping[str, str]) -> bool:
-    """Return whether the process that `rlhf_core.tracking.mlflow_client.tags` described still exists."""
+    """Return whether the process that `rlhf_core.tracking.mlflow_client.owner_tags` described still exists."""
     process = from_tags(owner)
     return process is not None and not is_gone(process)
 

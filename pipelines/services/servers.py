@@ -36,9 +36,9 @@ from pipelines.services.running import (
     ServiceError,
     Services,
     alive,
-    answers,
     await_health,
     bound_port,
+    is_reachable,
     port_of,
     proven,
     reason_in,
@@ -195,7 +195,7 @@ MLFLOW_STORE = "MLFLOW_BACKEND_STORE_URI"
 """Environment variable that `mlflow server` reads in place of `--backend-store-uri`."""
 
 
-def up(home: Home, *, foreground: bool) -> Services:
+def start_services(home: Home, *, foreground: bool) -> Services:
     """Start Prefect, MLflow and the deployments; return when all of them answer."""
     services = running(home)
     api = user_prefect(home)
@@ -222,7 +222,7 @@ def up(home: Home, *, foreground: bool) -> Services:
     try:
         settled = wait_for(lambda: _ready(home) or running(home) is None, UP_TIMEOUT_S)
     except KeyboardInterrupt:
-        down(home)
+        stop_services(home)
         raise
     services = running(home)
     if services is None:
@@ -247,7 +247,7 @@ def _check_user_servers(home: Home) -> None:
         elsewhere = served_elsewhere()
         if elsewhere:
             raise ServiceError(f"{elsewhere}; run `rlhf down` there, delete that deployment, or use another server")
-    if tracking.startswith("http") and not answers(tracking):
+    if tracking.startswith("http") and not is_reachable(tracking):
         remedy = "start it, or unset the variable and `rlhf up` starts a server"
         raise ServiceError(f"MLFLOW_TRACKING_URI = {shown(tracking)}: does not answer; {remedy}")
 
@@ -257,8 +257,8 @@ def _ready(home: Home) -> bool:
     return services is not None and services.well(home)
 
 
-def down(home: Home) -> bool:
-    """Stop the services that `up` started; return whether there were any. A Ray that others use is left alone."""
+def stop_services(home: Home) -> bool:
+    """Stop the services that `start_services` started; return whether there were any. A Ray that others use is left alone."""
     services = running(home)
     if services is None:
         forget(home)
@@ -277,7 +277,7 @@ def forget(home: Home) -> None:
     home.prefect_auth.unlink(missing_ok=True)
 
 
-def states(home: Home, services: Services) -> dict[str, bool]:
+def service_states(home: Home, services: Services) -> dict[str, bool]:
     """Return whether Prefect and MLflow, ours or the user's, answer now."""
     if services.prefect_api:
         prefect = not prefect_trouble(services.environment(home))
@@ -285,7 +285,7 @@ def states(home: Home, services: Services) -> dict[str, bool]:
         prefect = proven(services.health["prefect"], home.prefect_auth_string)
     theirs = services.mlflow_uri
     ours = not theirs and proven(services.health["mlflow"], home.prefect_auth_string)
-    mlflow = answers(theirs) if theirs.startswith("http") else bool(theirs) or ours
+    mlflow = is_reachable(theirs) if theirs.startswith("http") else bool(theirs) or ours
     return {"Prefect": prefect, "MLflow": mlflow}
 
 

@@ -111,7 +111,7 @@ def _planned(home: Home) -> tuple[Services, dict[str, socket.socket]]:
     listeners = {} if prefect_api else {"prefect": bound_port(PREFECT_PORT)}
     listeners |= {} if mlflow_uri else {"mlflow": bound_port(MLFLOW_PORT)}
     services = Services(
-        mlflow_client.tags(),
+        mlflow_client.owner_tags(),
         0 if prefect_api else port_of(listeners["prefect"]),
         0 if mlflow_uri else port_of(listeners["mlflow"]),
         ready=False,

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 from pipelines.services.home import API_URL, AUTH, LOOPBACK, Home, client_environment, has_prefect_database, prefect_api
-from pipelines.services.running import ServiceError, answered, is_free, proven, running
+from pipelines.services.running import ServiceError, is_free, proven, running, status_and_proof
 from rlhf_core.errors import distrust
 from rlhf_core.secrets.redaction import shown, without_secrets
 
@@ -79,7 +79,7 @@ def connect_user_prefect(home: Home, api: str) -> None:
 
 
 def _is_of_rlhf(api: str) -> bool:
-    status, proof = answered(f"{api}/health", "whose")
+    status, proof = status_and_proof(f"{api}/health", "whose")
     return not status or bool(proof)
 
 

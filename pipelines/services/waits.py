@@ -38,7 +38,7 @@ def may_go_on(condition: Mapping[str, Any], *, uri: str) -> bool:
     return is_met(condition, uri=uri)
 
 
-def note_wait(home: Home, flow_run: str, condition: Mapping[str, Any]) -> None:
+def note_condition(home: Home, flow_run: str, condition: Mapping[str, Any]) -> None:
     """Remember that a flow run waits until `condition` is met; a note of an earlier wait is replaced."""
     write_json(_path(home, flow_run), dict(condition))
 
@@ -48,7 +48,7 @@ def waiting_runs(home: Home) -> list[str]:
     return sorted(path.stem for path in _path(home, "").parent.glob("*.json"))
 
 
-def forget_wait(home: Home, flow_run: str) -> None:
+def forget_condition(home: Home, flow_run: str) -> None:
     """Remove the note of a flow run, if it has one."""
     _path(home, flow_run).unlink(missing_ok=True)
 

@@ -33,7 +33,7 @@ class Outcome:
 
 
 @dataclass
-class Source:
+class SheetSource:
     """A data set that is read, and the tables that use it."""
 
     fields: dict[str, Any]
@@ -46,7 +46,7 @@ class Draft:
     """The profile so far."""
 
     values: dict[str, Value] = field(default_factory=dict)
-    sources: list[Source] = field(default_factory=list)
+    sources: list[SheetSource] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     made: dict[str, str] = field(default_factory=dict)

@@ -3,7 +3,7 @@
 import json
 from pathlib import PurePosixPath
 
-from rlhf_contrib.openrlhf.draft import Sheet, Source
+from rlhf_contrib.openrlhf.draft import Sheet, SheetSource
 from rlhf_contrib.openrlhf.policy_rules import (
     adapters,
     base_model,
@@ -45,7 +45,7 @@ def datasets(one: Sheet, use: str, *, row_format: str, columns: dict[str, str], 
     one.ignore(probabilities, "one data set is taken whole")
     max_rows(one)
     if head == "dataset":
-        held_out(one, use, row_format=row_format, columns=columns)
+        translate_held_out(one, use, row_format=row_format, columns=columns)
 
 
 def add_source(one: Sheet, fields: dict[str, object], use: str, comment: str) -> None:
@@ -59,7 +59,7 @@ def add_source(one: Sheet, fields: dict[str, object], use: str, comment: str) ->
     stem = str(fields["name"])
     same = [f"{stem}-{number}" for number in range(2, len(names) + 3)]
     fields["name"] = next(name for name in (stem, *same) if name not in names)
-    one.draft.sources.append(Source(fields, comment, [use]))
+    one.draft.sources.append(SheetSource(fields, comment, [use]))
 
 
 def source(one: Sheet, path: str, *, row_format: str, columns: dict[str, str]) -> dict[str, object]:
@@ -92,7 +92,7 @@ def max_rows(one: Sheet) -> None:
         one.put("prepare_data.data.max_rows", rows, "max_samples")
 
 
-def held_out(one: Sheet, use: str, *, row_format: str, columns: dict[str, str]) -> None:
+def translate_held_out(one: Sheet, use: str, *, row_format: str, columns: dict[str, str]) -> None:
     """Write each data set of --eval_dataset as a source of the held-out rows of the table `use`, read as those to train on."""
     for path in [path.strip() for path in one.text("eval_dataset").split(",") if path.strip()]:
         fields = source(one, path, row_format=row_format, columns=columns)
@@ -112,7 +112,7 @@ def held_out(one: Sheet, use: str, *, row_format: str, columns: dict[str, str]) 
     one.ignore("eval_split", "there is no data set for evaluation alone")
 
 
-def chat(one: Sheet) -> None:
+def translate_chat(one: Sheet) -> None:
     """Write the chat template: the model's, the one in the flags, or one equivalent to the input template."""
     if _documents(one):
         for name in ("apply_chat_template", "tokenizer_chat_template", "input_template"):
@@ -172,7 +172,7 @@ TEACHERS = (*STARTS[1:], "dpo", "iterative_dpo", "ppo")
 MADE_BY_SELECTION = "the rows are made by [{section}.select]"
 
 
-def sft(one: Sheet, section: str) -> None:
+def translate_sft(one: Sheet, section: str) -> None:
     """Write supervised fine-tuning. `section` is "sft", or the flow on whose answers it trains."""
     key = "sft" if section == "sft" else f"{section}.sft"
     _training(one, key)
@@ -193,10 +193,10 @@ def sft(one: Sheet, section: str) -> None:
         return
     _demonstrations(one, plain_text=plain_text)
     base_model(one)
-    chat(one)
+    translate_chat(one)
 
 
-def reward_model(one: Sheet, section: str) -> None:
+def translate_reward_model(one: Sheet, section: str) -> None:
     """Write the reward model; both of its losses are -log sigmoid of the margin."""
     _training(one, section)
     _seed_and_lengths(one, f"{section}.max_length")
@@ -210,10 +210,10 @@ def reward_model(one: Sheet, section: str) -> None:
         one.refuse("pretrain", f"a reward model starts from sft or the base model, not {start}", "sft")
     elif start == "base" and "sft.max_length" in one.draft.values:
         one.draft.note("the reward model starts from the sft policy here, not from the base model")
-    chat(one)
+    translate_chat(one)
 
 
-def dpo(one: Sheet, section: str) -> None:
+def translate_dpo(one: Sheet, section: str) -> None:
     """Write DPO, cDPO or IPO (on summed log-probs): `section` is "dpo" or "iterative_dpo"."""
     key = "dpo" if section == "dpo" else f"{section}.dpo"
     preference_loss(one, key)
@@ -229,7 +229,7 @@ def dpo(one: Sheet, section: str) -> None:
             reference(one)
         one.ignore("ref_pretrain", "the reference is the policy that it starts from")
         _preferences(one)
-        chat(one)
+        translate_chat(one)
         return
     base_model(one)
     one.put(f"{section}.reference", "initial", "ref_pretrain")
@@ -271,10 +271,10 @@ def kto(one: Sheet, section: str) -> None:
     columns = {"prompt": "input_key", "completion": "output_key", "label": "label_key"}
     datasets(one, "preferences", row_format="unpaired_preference", columns=columns)
     start_from(one, "dpo", STARTS)
-    chat(one)
+    translate_chat(one)
 
 
-def process_reward_model(one: Sheet, section: str) -> None:
+def translate_process_reward_model(one: Sheet, section: str) -> None:
     """Write the process reward model. OpenRLHF judges a step by the token at a placeholder, we by a scalar head."""
     _training(one, section)
     _seed_and_lengths(one, f"{section}.max_length")
@@ -288,7 +288,7 @@ def process_reward_model(one: Sheet, section: str) -> None:
     start = base_model(one)
     if start not in ("base", "sft"):
         one.refuse("pretrain", f"a process reward model starts from sft or the base model, not {start}", "sft")
-    chat(one)
+    translate_chat(one)
 
 
 def distillation(one: Sheet, section: str) -> None:
@@ -308,7 +308,7 @@ def distillation(one: Sheet, section: str) -> None:
     one.refuse("pretrain_mode", "the answers' tokens are learned", 'sft.train_on = "all", without a teacher')
     start_from(one, section, (*STARTS, "dpo", "iterative_dpo"))
     _demonstrations(one, plain_text=False)
-    chat(one)
+    translate_chat(one)
 
 
 # ---------------------------------------------------------------- private

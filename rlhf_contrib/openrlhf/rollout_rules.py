@@ -10,7 +10,7 @@ from pathlib import Path
 from rlhf_contrib.openrlhf import policy_rules as policy
 from rlhf_contrib.openrlhf.draft import Sheet
 from rlhf_contrib.openrlhf.flags import Arguments
-from rlhf_contrib.openrlhf.offline_rules import add_source, chat, datasets, source
+from rlhf_contrib.openrlhf.offline_rules import add_source, datasets, source, translate_chat
 from rlhf_contrib.openrlhf.policy_rules import (
     adapters,
     attention,
@@ -74,12 +74,12 @@ def _text(one: Arguments, name: str) -> str:
     return one.given[name].text if name in one.given else ""
 
 
-def generate(one: Sheet, section: str) -> None:
+def translate_generate(one: Sheet, section: str) -> None:
     """Write the sampling of a flow; outside a flow it answers the prompts of [evaluate]."""
     _engines(one)
     table = "eval_prompts" if section == "evaluate" else "prompts"
     datasets(one, table, row_format="prompt", columns={"prompt": "input_key"})
-    chat(one)
+    translate_chat(one)
     if section == "iterative_dpo":
         start_from(one, section, ("base", "sft", "rejection_sampling"))
     elif (start := base_model(one)) not in ("base", "sft"):
@@ -116,14 +116,14 @@ def _lengths(one: Sheet, key: str) -> None:
     one.put("runtime.sampler.max_model_len", prompt + answer, "prompt_max_len", "max_new_tokens")
 
 
-def score(one: Sheet, section: str) -> None:
+def translate_score(one: Sheet, section: str) -> None:
     """Write the rewards of a flow and the selection by them."""
     if section == "evaluate":
         for name in one.arguments.given:
             one.refuse(name, "scores are part of a flow", "[rejection_sampling], [iterative_dpo] or [conditional_sft]")
         return
     _engines(one)
-    reward_model(one, "pretrain", f"{section}.score.rewards")
+    reward_model_of_rollouts(one, "pretrain", f"{section}.score.rewards")
     if one.has("normalize_reward"):
         note = "by the mean and spread of all rewards so far"
         one.put(f"{section}.score.rewards.normalize", "running", "normalize_reward", note=note)
@@ -145,7 +145,7 @@ def score(one: Sheet, section: str) -> None:
     _named(one)
 
 
-def reward_model(one: Sheet, name: str, key: str) -> None:
+def reward_model_of_rollouts(one: Sheet, name: str, key: str) -> None:
     """Write a reward term for the profile's reward model: one that the script trains, or an external one, imported."""
     path = one.text(name)
     one.put(f"{key}.terms.reward_model.type", "reward_model", *([name] if path in one.draft.made else []))
@@ -172,7 +172,7 @@ def outside(one: Sheet, key: str, path: str, name: str) -> None:
         one.put(f"{key}.template", "policy", note="the script applies no chat template")
 
 
-def serve(one: Sheet, section: str) -> None:
+def translate_serve(one: Sheet, section: str) -> None:
     """Note the command that serves a reward model: no profile has one."""
     path = one.needed("reward_pretrain")
     made = one.draft.made.get(path, path)
@@ -244,7 +244,7 @@ _MOST_TURNS = 64
 _CRITIC_SCHEDULE = ("critic.lr_scheduler", "critic.lr_warmup_ratio", "critic.min_lr_ratio", "critic.max_norm")
 
 
-def ppo(one: Sheet, section: str) -> None:
+def translate_ppo(one: Sheet, section: str) -> None:
     """Write policy optimization, in the order of a step: prompts, answers, rewards, advantages, updates."""
     workers(one)
     placement(one)
@@ -253,7 +253,7 @@ def ppo(one: Sheet, section: str) -> None:
     datasets(
         one, "prompts", row_format="prompt", columns={"prompt": "input_key", "label": "label_key"}, head="prompt_data"
     )
-    chat(one)
+    translate_chat(one)
     start_from(one, section, ("base", "sft", "rejection_sampling", "dpo", "iterative_dpo"))
     answer_tokens = lengths(one)
     steps(one)
@@ -268,7 +268,7 @@ def ppo(one: Sheet, section: str) -> None:
     optimizer(one, "ppo.optimizer", head="actor")
     value_model(one)
     adapters(one, "ppo.lora")
-    demonstrations(one)
+    translate_demonstrations(one)
     saving(one)
     evaluation(one, answer_tokens)
 
@@ -451,7 +451,7 @@ def rewards(one: Sheet) -> None:
         one.ignore("reward_pretrain", "OpenRLHF uses the remote reward instead")
         return
     one.refuse("remote_rm_url", "rewards are a Python file or addresses", 'ppo.rewards.terms.remote.type = "remote"')
-    reward_model(one, "reward_pretrain", "ppo.rewards")
+    reward_model_of_rollouts(one, "reward_pretrain", "ppo.rewards")
     for number, path in enumerate(one.text("reward_pretrain").split(",")[1:], start=2):  # OpenRLHF adds them
         name = f"reward_model_{number}"
         one.put(f"recipe.{name}.stage", "import_reward_model")
@@ -521,7 +521,7 @@ def value_model(one: Sheet) -> None:
     one.ignore("critic_pretrain", "the value model starts from the reward model, or else from the policy")
 
 
-def demonstrations(one: Sheet) -> None:
+def translate_demonstrations(one: Sheet) -> None:
     """Write the demonstrations of PPO-ptx (up to 0.7.0)."""
     if one.has("pretrain_data"):
         datasets(one, "demonstrations", row_format="auto", columns={}, head="pretrain_data")

@@ -12,11 +12,25 @@ from rich.text import Text
 
 from pipelines.flows.profile import PipelineConfig, parse
 from pipelines.flows.profile_text import toml_literal
-from rlhf_contrib.openrlhf.draft import Draft, Fate, Outcome, Sheet, Source
+from rlhf_contrib.openrlhf.draft import Draft, Fate, Outcome, Sheet, SheetSource
 from rlhf_contrib.openrlhf.flags import COMMANDS, IGNORED, MISSING, OTHER_COMMANDS, read_arguments
-from rlhf_contrib.openrlhf.offline_rules import distillation, dpo, kto, process_reward_model, reward_model, sft
+from rlhf_contrib.openrlhf.offline_rules import (
+    distillation,
+    kto,
+    translate_dpo,
+    translate_process_reward_model,
+    translate_reward_model,
+    translate_sft,
+)
 from rlhf_contrib.openrlhf.policy_rules import trackers
-from rlhf_contrib.openrlhf.rollout_rules import combine, generate, ppo, score, sections, serve
+from rlhf_contrib.openrlhf.rollout_rules import (
+    combine,
+    sections,
+    translate_generate,
+    translate_ppo,
+    translate_score,
+    translate_serve,
+)
 from rlhf_contrib.openrlhf.shell import Script, read_commands
 from rlhf_core.errors import ConfigError
 
@@ -48,7 +62,7 @@ def _order(table: str) -> tuple[int, str]:
     return sections.index(table.partition(".")[0]), table
 
 
-def _source(source: Source) -> str:
+def _source(source: SheetSource) -> str:
     share = int(100 / len(source.uses)) / 100
     fields = {key: value for key, value in source.fields.items() if value != {}}
     fields["use"] = dict.fromkeys(source.uses, share)
@@ -68,14 +82,14 @@ def _one_line(text: str) -> str:
 # ---------------------------------------------------------------- translate
 
 _RULES: dict[str, Callable[[Sheet, str], None]] = {
-    "sft": sft,
-    "rm": reward_model,
-    "dpo": dpo,
+    "sft": translate_sft,
+    "rm": translate_reward_model,
+    "dpo": translate_dpo,
     "kto": kto,
-    "prm": process_reward_model,
+    "prm": translate_process_reward_model,
     "kd": distillation,
-    "ppo": ppo,
-    "serve": serve,
+    "ppo": translate_ppo,
+    "serve": translate_serve,
     "combine": combine,
 }
 _NO_FLAG = "OpenRLHF's {module} has no such flag"
@@ -159,7 +173,7 @@ def _translate(one: Sheet, section: str) -> None:
     command = one.arguments.command
     if command == "infer":
         scores = one.text("eval_task") == "rm"
-        (score if scores else generate)(one, section)
+        (translate_score if scores else translate_generate)(one, section)
     else:
         _RULES[command](one, section)
     trackers(one)

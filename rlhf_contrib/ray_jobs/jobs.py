@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from rlhf_core.errors import ConfigError, WorkerLostError
-from rlhf_core.runtime.cluster import check_address, named_address
+from rlhf_core.runtime.cluster import check_ray_address, named_address
 from rlhf_core.runtime.liveness import within
 
 JobState = Literal["PENDING", "RUNNING", "SUCCEEDED", "FAILED", "STOPPED"]
@@ -64,7 +64,7 @@ def open_jobs() -> Jobs:
     if not address:
         rule = "a job needs a Ray cluster that outlives this process, and RAY_ADDRESS is not set"
         raise ConfigError("runtime.execution", "ray-job", rule, START_RAY)
-    check_address(address)
+    check_ray_address(address)
     try:
         return RayJobs(within(CONNECT_TIMEOUT_S, functools.partial(_connect, address)))
     except Exception as error:  # Ray raises errors of all its layers, and a time-out is one more

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import uvicorn
 
-from pipelines.cli.common import print_line, store_folder, store_option
+from pipelines.cli.common import print_line, store_folder
 from pipelines.cli.find_model import find_model
-from pipelines.cli.try_reward import check_timeout, function_options, read_arguments
+from pipelines.cli.options import function_options, store_option
+from pipelines.cli.try_reward import check_timeout, read_json_arguments
 from pipelines.services.home import Home
 from rlhf_contrib.serve.reward_server import (
     Score,
@@ -97,7 +98,7 @@ def read_token(token_env: str, *, host: str) -> str:
 def open_score(options: argparse.Namespace, store: ArtifactStore) -> Iterator[Score]:
     """Yield the scorer: the function in a process of its own, or the reward model, verified against its contract."""
     if options.function:
-        settings = WorkerSettings(arguments=read_arguments(options.arguments))
+        settings = WorkerSettings(arguments=read_json_arguments(options.arguments))
         with IsolatedReward("served", options.function, timeout_s=options.timeout_s, settings=settings) as reward:
             yield function_score(reward.outcome)
         return

@@ -5,8 +5,9 @@ import math
 from contextlib import suppress
 from pathlib import Path
 
-from pipelines.cli.common import print_line, store_folder, store_option
+from pipelines.cli.common import print_line, store_folder
 from pipelines.cli.find_model import find_policy
+from pipelines.cli.options import store_option
 from pipelines.services.home import Home
 from pipelines.services.policy_server import token_of
 from pipelines.services.running import LAST_PORT

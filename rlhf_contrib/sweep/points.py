@@ -20,11 +20,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from pipelines.execution.executor import Silent, Tally
-from pipelines.execution.gates import Gatekeeper, Outcome, Verdict, condition
+from pipelines.execution.executor import Tally
+from pipelines.execution.gates import Gatekeeper, GateVerdict, Outcome, gate_condition
 from pipelines.execution.summary import Measure, shown_overrides, stage_measures
 from pipelines.flows.run_rules import GateConfig
-from rlhf_core.config.former_names import present_name
+from rlhf_core.config.former_names import present_option
 from rlhf_core.config.monitors import is_named, remedy_of
 from rlhf_core.errors import ConfigError, nearest
 from rlhf_core.secrets.redaction import without_secrets
@@ -57,7 +57,7 @@ def key_of(override: str) -> str:
     >>> key_of("ppo.kl_coef=0.1")
     'ppo.kl.coef'
     """
-    return present_name(override.partition("=")[0].strip())
+    return present_option(override.partition("=")[0].strip())
 
 
 def named(point: Point) -> str:
@@ -202,7 +202,7 @@ def _split(grid: str, text: str) -> list[str]:
 
 
 def check_keys(keys: Sequence[str]) -> None:
-    present = [*map(present_name, keys)]
+    present = [*map(present_option, keys)]
     for key in present:
         if present.count(key) > 1:
             raise ConfigError("--grid", key, "is swept twice", "name each key once")
@@ -263,7 +263,7 @@ def run_points(
     """
     results = []
     for point in points:
-        tally, began, error = Tally(Silent()), time.monotonic(), ""
+        tally, began, error = Tally(), time.monotonic(), ""
         measures: dict[str, dict[str, Measure]] = {}
         digests: dict[str, str] = {}
         try:
@@ -358,7 +358,7 @@ def default_goal(results: Sequence[PointResult], policies: Sequence[str], direct
     return None
 
 
-def best_of(results: Sequence[PointResult], goal: Goal) -> PointResult | None:
+def best_point(results: Sequence[PointResult], goal: Goal) -> PointResult | None:
     """Return the first point with the best mean; None if no point has the number, or it is finite at none of them."""
     found = [(measure.mean, result) for result in results if (measure := goal.finite(result)) is not None]
     choose = max if goal.direction == "max" else min
@@ -389,10 +389,10 @@ def _apart(one: Measure, other: Measure) -> bool:
 def check_metric(results: Sequence[PointResult], goal: Goal) -> None:
     """Raise ConfigError if points have a result, but none of them the number that decides."""
     finished = [result for result in results if not result.error]
-    if any(goal.of(result) for result in finished) and best_of(finished, goal) is None:
+    if any(goal.of(result) for result in finished) and best_point(finished, goal) is None:
         rule = "is not finite at any point"
         raise ConfigError("--metric", str(goal), rule, "see why in the runs of the points, or name another")
-    if finished and best_of(finished, goal) is None:
+    if finished and best_point(finished, goal) is None:
         known = sorted({name for result in finished for name in result.measures.get(goal.label, {})})
         rule = f"{goal.label} has no such metric; it has {', '.join(known) or 'none'}"
         raise ConfigError("--metric", goal.name, rule, nearest(goal.name, known))
@@ -414,14 +414,14 @@ def check_approved(
     ):
         found += f"; {what}: {', '.join(named(result.point) for result in some)}" if some else ""
     digest = best.digests[goal.label]
-    question = Question(gate=gate.title, condition=condition(gate), digest=digest, found=found, run=run)
+    question = Question(gate=gate.title, condition=gate_condition(gate), digest=digest, found=found, run=run)
     decisions = GateDecisions(store.shared)
     request = decisions.find(question.id)
     if request is None or request.answer is None:
         decisions.ask(question, run=run, profile=profile, links={})
     answer = None if request is None else request.answer
     outcome: Outcome = "waiting" if answer is None else "approved" if answer.answer == "approve" else "rejected"
-    verdict = Verdict(gate, goal.label, question, outcome, answer)
+    verdict = GateVerdict(gate, goal.label, question, outcome, answer)
     Gatekeeper([gate], store, run, verdicts=[verdict]).check()
 
 

@@ -10,10 +10,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from pipelines.cli.common import console, print_line, profile_options, short
+from pipelines.cli.common import console, print_line, short
 from pipelines.cli.display import open_display
-from pipelines.cli.run_command import kept_log, prefect_server, run_recorded, run_request
-from pipelines.execution.executor import Listener, Tally, Tracker
+from pipelines.cli.options import profile_options
+from pipelines.cli.run_command import kept_log, run_recorded, run_request
+from pipelines.execution.executor import Listener, Listeners, Tally, Tracker
 from pipelines.execution.local import KeptRuntime
 from pipelines.execution.opening import is_watched, open_tracker, plan_run, results_if_all_cached, store_of
 from pipelines.execution.plan import PlannedStage
@@ -22,6 +23,7 @@ from pipelines.execution.summary import OF_POLICIES, shown_overrides
 from pipelines.flows.full import lifecycle
 from pipelines.flows.profile import PipelineConfig, load_profile, profile_digest
 from pipelines.services.home import Home
+from pipelines.services.reconcile import prefect_server
 from pipelines.services.servers import PrivateServer
 from rlhf_contrib.sweep.points import (
     Goal,
@@ -31,7 +33,7 @@ from rlhf_contrib.sweep.points import (
     PointResult,
     Points,
     Search,
-    best_of,
+    best_point,
     check_approved,
     check_metric,
     default_goal,
@@ -112,8 +114,7 @@ class Sweep:
         def run_point(point: Point, tally: Tally) -> Mapping[str, ArtifactRef]:
             print_line(f"point {next(numbers)} of {self.points.count}: {named(point)}")
             with open_display(console) as display, kept_log(self.home, display):
-                tally.inner = display
-                return self._run(point, tally)
+                return self._run(point, Listeners(display, tally))
 
         return self.points.run(run_point, store, goal_in)
 
@@ -157,7 +158,7 @@ class Sweep:
         counts = {"sweep/hits": sum(len(result.hits) for result in results)}
         counts |= {"sweep/computed": sum(len(result.computed) for result in results)}
         ours.metrics(0, {name: float(value) for name, value in counts.items()})
-        best = None if goal is None else best_of(results, goal)
+        best = None if goal is None else best_point(results, goal)
         found = None if best is None or goal is None else goal.finite(best)
         if best is not None and found is not None:
             self.tracker.tag(
@@ -212,7 +213,7 @@ def sweep(options: argparse.Namespace) -> int:
     wanted_runs = zip(configs, requests, strict=True)
     plans = [plan_run(config, lifecycle, one.options(), store=store) for config, one in wanted_runs]
     runs = [{stage.label: stage.spec for stage in planned} for planned in plans]
-    policies = policies_of(configs)
+    policies = policies_at(configs)
     wanted = goal_of(options.metric, options.direction, runs=runs, policies=policies)
     work = Sweep(options, points, home)
 
@@ -234,7 +235,7 @@ def sweep(options: argparse.Namespace) -> int:
         print_line("no point has a gold reward or reward-model score: name a number with --metric STAGE:METRIC")
         return status
     check_metric(results, goal)
-    best = best_of(results, goal)
+    best = best_point(results, goal)
     if best is not None:
         print_best(results, best, goal)
         go_on(options, best, goal, results, store)
@@ -289,7 +290,7 @@ def check_swept(options: argparse.Namespace, keys: Sequence[str]) -> None:
             raise ConfigError("--set", override, "this key is swept", "leave it out")
 
 
-def policies_of(configs: Sequence[PipelineConfig]) -> list[str]:
+def policies_at(configs: Sequence[PipelineConfig]) -> list[str]:
     """Return the policies of all points, in the order of the points with the most."""
     by_count = sorted((config.policies() for config in configs), key=len, reverse=True)
     return list(dict.fromkeys(name for names in by_count for name in names))

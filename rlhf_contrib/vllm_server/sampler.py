@@ -88,7 +88,7 @@ class VllmServerSampler:
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-servers", daemon=True)
         self._thread.start()
         most = config.max_in_flight * len(config.urls)
-        self._client = open_client(headers, connections=most + len(config.urls))
+        self._client = open_http_client(headers, connections=most + len(config.urls))
         self._slots = asyncio.Semaphore(most)
         self._servers = [Server(url, self._client) for url in urls]
         try:
@@ -466,7 +466,7 @@ def generate_body(
     }
 
 
-def open_client(headers: Mapping[str, str], *, connections: int) -> httpx.AsyncClient:
+def open_http_client(headers: Mapping[str, str], *, connections: int) -> httpx.AsyncClient:
     """Return a client without a read time-out (each call has its own deadline); connecting has one."""
     limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
     return httpx.AsyncClient(headers=headers, timeout=httpx.Timeout(None, connect=CONNECT_S), limits=limits)

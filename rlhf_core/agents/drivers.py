@@ -6,7 +6,7 @@ and the driver checks that it holds exactly what was sampled.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from rlhf_core.agents.conversation import EpisodeResult, Transcript, turn_seed
 from rlhf_core.agents.environment import StepResult
@@ -29,24 +29,8 @@ class Rules:
     sampling: SamplingConfig
 
 
-class EpisodeDriver(Protocol):
-    """One attempt at an episode."""
-
-    finished: FinishReason | None
-    """Set when the episode is over."""
-
-    def on_observation(self, kind: str, value: Any) -> SamplingRequest | CallOut | None:
-        """Take an event of the session; return the next request or call, or None at the end. EpisodeFailed."""
-
-    def on_completion(self, completion: Completion) -> CallOut:
-        """Take a turn of the policy; return the call that passes it on."""
-
-    def result(self, failure: str = "") -> EpisodeResult:
-        """Return the episode up to now."""
-
-
 class EnvironmentDriver:
-    """An episode in an environment with `reset` and `step`."""
+    """One attempt at an episode in an environment with `reset` and `step`."""
 
     def __init__(self, prompt: Prompt, prompt_ids: Column[int], seed: int, rules: Rules) -> None:
         self._prompt = prompt
@@ -57,9 +41,13 @@ class EnvironmentDriver:
         self._text = Transcript(prompt_ids, seed=seed, limit=rules.limits.max_episode_tokens)
         self._cut = self._ended = False
         self.finished: FinishReason | None = None
+        """Set when the episode is over."""
 
-    def on_observation(self, kind: str, value: Any) -> SamplingRequest | CallOut | None:
-        """Take `observed` (the addition of `reset` to the prompt) or `stepped` (a StepResult)."""
+    def on_observation(self, kind: str, value: Any) -> SamplingRequest | None:
+        """Take `observed` (the addition of `reset` to the prompt) or `stepped` (a StepResult).
+
+        Returns the next request, or None at the end. Raises EpisodeFailed.
+        """
         if kind == "observed":
             return self._begun(value)
         return self._stepped(value)
@@ -105,7 +93,7 @@ class EnvironmentDriver:
 
 
 class ProgramDriver:
-    """An episode that a program drives."""
+    """One attempt at an episode that a program drives."""
 
     def __init__(self, prompt_ids: Column[int], seed: int, rules: Rules) -> None:
         self._prompt_ids = prompt_ids
@@ -119,7 +107,7 @@ class ProgramDriver:
         self.finished: FinishReason | None = None
 
     def on_observation(self, kind: str, value: Any) -> SamplingRequest | CallOut | None:
-        """Take `asks` (an Ask) or `finished` (a ProgramResult)."""
+        """Take `asks` (an Ask) or `finished` (a ProgramResult); return a request, a call, or None at the end."""
         if kind == "finished":
             self._end(value)
             return None
@@ -200,6 +188,9 @@ class ProgramDriver:
             text.add_action(said)
             so_far = prompt_ids + said.token_ids
         return text
+
+
+EpisodeDriver: TypeAlias = EnvironmentDriver | ProgramDriver
 
 
 def with_added(messages: tuple[Message, ...], added: str) -> tuple[Message, ...]:

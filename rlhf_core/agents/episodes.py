@@ -37,7 +37,7 @@ class Episode:
     seed: int
 
 
-def play(
+def play_episodes(
     sampler: Sampler,
     chat: ChatTemplate,
     episodes: Sequence[Episode],
@@ -110,7 +110,7 @@ class _Slot:
 
 
 class _EpisodePool:
-    """All running episodes of a call to `play`, and their environments."""
+    """All running episodes of a call to `play_episodes`, and their environments."""
 
     def __init__(self, environments: Environments, rules: Rules) -> None:
         self._environments = environments

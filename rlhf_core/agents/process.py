@@ -21,7 +21,7 @@ from rlhf_core.errors import AgentError, ConfigError, explain
 from rlhf_core.processes.guard import kill_group
 from rlhf_core.processes.host import Ended, Host
 from rlhf_core.processes.warm import start_warm
-from rlhf_core.user_code.dependencies import check_files
+from rlhf_core.user_code.dependencies import check_file_digests
 from rlhf_core.user_code.sources import user_code_environment
 
 START_TIMEOUT_S = 300.0
@@ -89,7 +89,7 @@ class Environments:
 
         ConfigError if a file that is read for each episode has changed.
         """
-        check_files(self._files, key=self._key)
+        check_file_digests(self._files, key=self._key)
         ticket = self._tickets
         self._tickets += 1
         self._homes[ticket] = self._children[ticket % len(self._children)]

@@ -42,7 +42,7 @@ def open_agent(config: ProgramAgent, *, tokenizer: str, **_: Any) -> Program:
             cut = session.conversation.cut
             # A program that fails because no token is left was cut; without `needs_reward` that is a valid end.
             if status != 0 and (config.needs_reward or not cut):
-                raise EpisodeFailed(failure(config.command, status, errors))
+                raise EpisodeFailed(describe_failure(config.command, status, errors))
             result = ProgramResult(**earned("" if status else output), truncated=cut)
             return rewarded(result, needed=config.needs_reward)
 
@@ -83,7 +83,7 @@ def earned(output: str) -> dict[str, Any]:
     return {"rewards": (float(reward),), "extras": extras}
 
 
-def failure(command: tuple[str, ...], status: int, errors: str) -> str:
+def describe_failure(command: tuple[str, ...], status: int, errors: str) -> str:
     """Return why a command's episode could not be played."""
     shown = without_secrets(errors.strip())[-SHOWN_CHARACTERS:]
     how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"

@@ -45,7 +45,9 @@ class EnvironmentSession:
         """Create and reset the environment; return its addition to the prompt."""
         self._environment = self._make()
         self._wanted = wanted_keywords(self._environment.step)
-        added = await resolved(self._environment.reset(prompt, seed)) if hasattr(self._environment, "reset") else None
+        added = (
+            await await_value(self._environment.reset(prompt, seed)) if hasattr(self._environment, "reset") else None
+        )
         if added is not None and not isinstance(added, str):
             raise TypeError(f"reset returned a {type(added).__name__}; it must return a text or None")
         return "observed", None if added is None else plain_text(added)
@@ -53,12 +55,12 @@ class EnvironmentSession:
     async def step(self, action: str, info: Mapping[str, Any]) -> tuple[str, StepResult]:
         """Take a turn; return its result."""
         passed = {name: value for name, value in info.items() if self._wanted is None or name in self._wanted}
-        result = await resolved(self._environment.step(action, **passed))
+        result = await await_value(self._environment.step(action, **passed))
         return "stepped", checked_step(result)
 
     async def close(self) -> None:
         if hasattr(self._environment, "close"):
-            await resolved(self._environment.close())
+            await await_value(self._environment.close())
 
 
 def open_sessions(
@@ -83,7 +85,7 @@ def open_sessions(
             return Sessions(partial(integration.SESSION, opened))
 
 
-async def resolved(value: Any) -> Any:
+async def await_value(value: Any) -> Any:
     """Return `value`, awaited if it can be: methods may be plain or `async`."""
     return await value if inspect.isawaitable(value) else value
 

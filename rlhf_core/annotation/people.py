@@ -13,7 +13,7 @@ from rlhf_core.annotation.annotators import NotJudgedYet, ask_file
 from rlhf_core.annotation.proposing import Choice, Comparison, Judgment, read_comparisons
 from rlhf_core.config.annotators import FileAnnotator, People, ReviewAnnotator
 from rlhf_core.errors import DataError
-from rlhf_core.tracking.review_queues import Answer, Question, QueueState, ReviewItem, review_queue
+from rlhf_core.tracking.review_queues import QueueState, ReviewAnswer, ReviewItem, ReviewQuestion, review_queue
 
 QUESTION = "preferred"
 _HEADING = re.compile(r"(?m)^((?:[ \t>]|[*+-][ \t]|\d+[.)][ \t])*)(#{1,6}(?=[ \t]|$)|[=_*-][=_*\- \t]*$)")
@@ -38,7 +38,7 @@ def ask_reviewers(
     config: ReviewAnnotator, comparisons: Sequence[Comparison], *, name: str, uri: str
 ) -> tuple[list[Judgment], dict[str, Any]]:
     """Return the answers in the annotators' queues of MLflow, which are made if they are not there."""
-    question = Question(QUESTION, config.instruction, tuple(MEANINGS))
+    question = ReviewQuestion(QUESTION, config.instruction, tuple(MEANINGS))
     states: dict[str, QueueState] = {}
     for annotator, rows in shared_out(comparisons, config.annotators, config.overlap).items():
         states[annotator] = review_queue(
@@ -111,7 +111,7 @@ def _missing(config: ReviewAnnotator, states: Mapping[str, QueueState], done: in
     return f"{done} of {asked} comparisons are judged (with keys: rlhf judge); {', '.join(pages)}"
 
 
-def _judgment(answer: Answer, annotator: str) -> Judgment:
+def _judgment(answer: ReviewAnswer, annotator: str) -> Judgment:
     if answer.value not in MEANINGS:
         rule = f"must be one of {', '.join(MEANINGS)}"
         raise DataError(f"MLflow.{QUESTION}[{answer.item}]", answer.value, rule, "answer it again on the page")

@@ -71,12 +71,12 @@ def renamed(table: Mapping[str, Any], below: Mapping[str, Any]) -> Mapping[str, 
     return current
 
 
-def present_name(key: str) -> str:
+def present_option(key: str) -> str:
     """Return the present name of an option of a stage or a profile, which records, and profiles of before, name otherwise.
 
-    >>> present_name("ppo.kl_coef"), present_name("recipe.improve.staleness"), present_name("ppo.ahead.staleness")
+    >>> present_option("ppo.kl_coef"), present_option("recipe.improve.staleness"), present_option("ppo.ahead.staleness")
     ('ppo.kl.coef', 'recipe.improve.ahead.steps', 'ppo.ahead.staleness')
-    >>> present_name("ppo.rewards.normalise"), present_name("ppo.rewards.terms.normalise.weight")  # a term's name is the user's
+    >>> present_option("ppo.rewards.normalise"), present_option("ppo.rewards.terms.normalise.weight")  # a term's name is the user's
     ('ppo.rewards.normalize', 'ppo.rewards.terms.normalise.weight')
     """
 

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from rlhf_core.config.rewards import Rewards, RewardsConfig, what_moves_rewards
 from rlhf_core.errors import nearest
-from rlhf_core.monitoring.agreement import KLEstimate, Mismatch
+from rlhf_core.monitoring.agreement import KLEstimate, LogprobMismatch
 from rlhf_core.monitoring.bands import INDEPENDENT, PROXY, Band, Collapse, Drift, OverOptimization
 from rlhf_core.schema.base import Config
 
@@ -107,7 +107,9 @@ def _pattern(name: str) -> re.Pattern[str]:
 
 # ---------------------------------------------------------------- monitors
 
-Monitor = Annotated[Band | Drift | Collapse | OverOptimization | Mismatch | KLEstimate, Field(discriminator="type")]
+Monitor = Annotated[
+    Band | Drift | Collapse | OverOptimization | LogprobMismatch | KLEstimate, Field(discriminator="type")
+]
 
 
 class HeldOutConfig(Config):

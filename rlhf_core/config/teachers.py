@@ -15,7 +15,7 @@ TeacherName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*$")]
 Weight = Annotated[float, Field(ge=0)]
 
 
-class Teachers(Config):
+class TeacherOptions(Config):
     """Policies that teach, by name: the checks of the options `teachers` and `route`."""
 
     if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def toml(table: Mapping[str, float]) -> str:
     return "{" + ", ".join(f"{name} = {value}" for name, value in table.items()) + "}"
 
 
-class PolicyDistillation(Teachers):
+class PolicyDistillation(TeacherOptions):
     """On-policy distillation: the advantage of a token is log pi_teacher - log pi_old, minus the reverse KL's k1."""
 
     teachers: dict[TeacherName, Weight] = Field(min_length=1)

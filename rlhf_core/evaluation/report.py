@@ -15,7 +15,7 @@ TEMPLATE = Path(__file__).with_name("report.html.jinja")
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
+class ReportColumn:
     """A column of the table: the path of a measure in a policy's row, its name, its number format and its meaning."""
 
     path: str
@@ -25,20 +25,22 @@ class Column:
 
 
 JUDGED = (
-    Column("gold", "gold reward", ".3f", "The reward that nothing was trained on, mean over prompts"),
-    Column("improvement", "difference", "+.3f", "Mean paired difference to the policy that the win rate is against"),
-    Column("win_rate", "win rate", ".1%", "Share of prompts with the better answer, ties half"),
-    Column("reward_model", "reward model", ".3f", "Score of the trained reward model, mean over prompts"),
-    Column("kl", "KL", ".2f", "Nats per answer to the reference"),
+    ReportColumn("gold", "gold reward", ".3f", "The reward that nothing was trained on, mean over prompts"),
+    ReportColumn(
+        "improvement", "difference", "+.3f", "Mean paired difference to the policy that the win rate is against"
+    ),
+    ReportColumn("win_rate", "win rate", ".1%", "Share of prompts with the better answer, ties half"),
+    ReportColumn("reward_model", "reward model", ".3f", "Score of the trained reward model, mean over prompts"),
+    ReportColumn("kl", "KL", ".2f", "Nats per answer to the reference"),
 )
 STYLE = (
-    Column("tokens", "tokens", ".1f", "Mean length of an answer"),
-    Column("truncated", "cut off", ".1%", "Answers that ended at the token limit"),
-    Column("entropy", "entropy", ".2f", "Nats per token, estimated from sampled tokens"),
-    Column("repetition", "repeated", ".1%", "Trigrams that occurred before in the same answer"),
-    Column("kl_per_token", "KL / token", ".4f", "Nats per token to the reference"),
-    Column("distinct_2", "distinct", ".1%", "Different bigrams over all bigrams of all answers"),
-    Column("failed", "failed", ".0f", "Episodes that could not be ended; no other figure counts them"),
+    ReportColumn("tokens", "tokens", ".1f", "Mean length of an answer"),
+    ReportColumn("truncated", "cut off", ".1%", "Answers that ended at the token limit"),
+    ReportColumn("entropy", "entropy", ".2f", "Nats per token, estimated from sampled tokens"),
+    ReportColumn("repetition", "repeated", ".1%", "Trigrams that occurred before in the same answer"),
+    ReportColumn("kl_per_token", "KL / token", ".4f", "Nats per token to the reference"),
+    ReportColumn("distinct_2", "distinct", ".1%", "Different bigrams over all bigrams of all answers"),
+    ReportColumn("failed", "failed", ".0f", "Episodes that could not be ended; no other figure counts them"),
 )
 WITH_BAR = ("gold", "reward_model")
 
@@ -113,7 +115,7 @@ def _cards(report: Mapping[str, Any], best: str) -> list[dict[str, str]]:
 
 def _table(
     title: str,
-    columns: Sequence[Column],
+    columns: Sequence[ReportColumn],
     policies: Mapping[str, Mapping[str, Any]],
     best: str,
     colors: Mapping[str, str],
@@ -141,11 +143,11 @@ def _by_source(report: Mapping[str, Any], best: str, colors: Mapping[str, str]) 
         if "sources" in row
     }
     sources = dict.fromkeys(source for row in rows.values() for source in row)
-    columns = [Column(source, source, column.form, column.help) for source in sources]
+    columns = [ReportColumn(source, source, column.form, column.help) for source in sources]
     return [_table(f"By source: {column.name}", columns, rows, best, colors)] if columns else []
 
 
-def _cell(row: Mapping[str, Any], column: Column, policies: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def _cell(row: Mapping[str, Any], column: ReportColumn, policies: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     value = row[column.path] if column.path in row else None
     if not isinstance(value, Mapping):
         return {"text": "–" if value is None else _number(value, column.form), "range": "", "bar": None, "tone": ""}
@@ -159,7 +161,7 @@ def _cell(row: Mapping[str, Any], column: Column, policies: Mapping[str, Mapping
     return {"text": text, "range": note, "bar": bar, "tone": _tone(column, value)}
 
 
-def _tone(column: Column, value: Mapping[str, Any]) -> str:
+def _tone(column: ReportColumn, value: Mapping[str, Any]) -> str:
     """Return the color class of a comparison, or "" if its interval includes equality."""
     even = {"improvement": 0.0, "win_rate": 0.5}
     if column.path not in even:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rlhf_core.errors import ConfigError, DataError
-from rlhf_core.models.micro_batches import LEAST_SAVED, LONGEST, Block, common_beginnings, cost
+from rlhf_core.models.micro_batches import LEAST_SAVED, LONGEST, RowBlock, common_beginnings, cost
 from rlhf_core.sequences import ROUTED_EXPERTS, Sequences
 from rlhf_core.types import Column, TokenSample, ids
 
@@ -123,7 +123,7 @@ def collate(samples: Sequences | Sequence[TokenSample], *, pad_id: int, pack_to:
     )
 
 
-def unpack(x_BL: Tensor, batch: TokenBatch) -> list[Tensor]:
+def unpack_rows(x_BL: Tensor, batch: TokenBatch) -> list[Tensor]:
     """Return each sample's span of `x_BL` without padding, in the given order of the samples."""
     return [x_BL[row, start : start + length] for row, start, length in batch.rows]
 
@@ -240,7 +240,7 @@ def shared_rows(batch: TokenBatch, *, prefixes_of: int = 0) -> SharedRows | None
     count, length = batch.token_ids_BL.shape
     if batch.packed or count == 1 or length > LONGEST:
         return None
-    rows, places = _first_fit_blocks([Block((row,), 0, taken) for row, _, taken in batch.rows], length)
+    rows, places = _first_fit_blocks([RowBlock((row,), 0, taken) for row, _, taken in batch.rows], length)
     if rows > WORTHWHILE * count:
         rows = count
     if prefixes_of:
@@ -255,7 +255,7 @@ def shared_rows(batch: TokenBatch, *, prefixes_of: int = 0) -> SharedRows | None
     return _lay(batch, places, rows, length) if rows < count else None
 
 
-def _first_fit_blocks(blocks: Sequence[Block], length: int) -> tuple[int, dict[int, int]]:
+def _first_fit_blocks(blocks: Sequence[RowBlock], length: int) -> tuple[int, dict[int, int]]:
     """Return the number of rows that the blocks fill, and the flat place of each block by its first sample."""
     ordered = sorted(blocks, key=lambda block: -block.length)
     places = _first_fit([block.length for block in ordered], length)
@@ -280,7 +280,7 @@ def _lay(batch: TokenBatch, places: Mapping[int, int], rows: int, length: int) -
 def _with_prefixes(
     batch: TokenBatch,
     sequences: Sequence[Column[int]],
-    blocks: Sequence[Block],
+    blocks: Sequence[RowBlock],
     places: Mapping[int, int],
     rows: int,
     length: int,

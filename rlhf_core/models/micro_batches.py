@@ -111,7 +111,7 @@ def _sides(sample: Any) -> tuple[Column[int], ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class RowBlock:
     """Sequences (by index) that all begin with the same `prefix` tokens; `length` counts these, and equal ones, once."""
 
     samples: tuple[int, ...]
@@ -127,14 +127,14 @@ def cost(length: int, hidden: int) -> int:
     return length * (6 * hidden + length)
 
 
-def common_beginnings(sequences: Sequence[Any], *, hidden: int) -> list[Block]:
+def common_beginnings(sequences: Sequence[Any], *, hidden: int) -> list[RowBlock]:
     """Divide `sequences`, in the order of their tokens, where it saves a model of width `hidden` the most.
 
     A sequence that would save too little is a block of its own. Equal sequences are always in one block. The blocks
     depend on the sequences alone and not on their order, apart from the indices.
 
     >>> common_beginnings([(5, 7, 2), (4, 4), (5, 7, 7, 2), (4, 4)], hidden=64)
-    [Block(samples=(1, 3), prefix=0, length=2), Block(samples=(0, 2), prefix=2, length=5)]
+    [RowBlock(samples=(1, 3), prefix=0, length=2), RowBlock(samples=(0, 2), prefix=2, length=5)]
     """
     places: dict[bytes, list[int]] = {}
     for index, sequence in enumerate(sequences):
@@ -159,13 +159,13 @@ def common_beginnings(sequences: Sequence[Any], *, hidden: int) -> list[Block]:
             if saved >= LEAST_SAVED * apart:
                 found = max(found, (best[start][0] + saved, start))
         best.append(found)
-    blocks: list[Block] = []
+    blocks: list[RowBlock] = []
     end = len(ordered)
     while end:
         start = best[end][1]
         prefix = min(common[start : end - 1], default=0)
         samples = [index for sequence in ordered[start:end] for index in places[sequence]]
-        blocks.append(Block(tuple(samples), prefix, sum(lengths[start:end]) - prefix * (end - start - 1)))
+        blocks.append(RowBlock(tuple(samples), prefix, sum(lengths[start:end]) - prefix * (end - start - 1)))
         end = start
     return blocks[::-1]
 

@@ -5,10 +5,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from rlhf_core.monitoring.bands import LAST, History, MonitorConfig, Points, Relative, mean_test, outside
+from rlhf_core.monitoring.bands import LAST, History, MonitorConfig, Points, Relative, crossed_bound, mean_test
 
 
-class Mismatch(Relative):
+class LogprobMismatch(Relative):
     """The sampler's probabilities are not the trainer's: stale weights, another temperature, another template.
 
     q = pi_old / mu of each sampled token. Beside fixed bounds there is one for growth: engines differ by rounding from
@@ -36,7 +36,7 @@ class Mismatch(Relative):
         """Return the first figure that leaves its bound."""
         for name, low, high in self._bounds():
             last = history.last(name, 1) if (low, high) != (None, None) else []
-            found = outside(last[-1][1], low, high) if last else ""
+            found = crossed_bound(last[-1][1], low, high) if last else ""
             if found:
                 return f"{name} {found}"
         return self._growth(history) if self.growth is not None else ""
@@ -91,7 +91,7 @@ class KLEstimate(MonitorConfig):
         if not k1 or not k3:
             return ""
         allowed = self.tolerance + self.relative * abs(k3[-1][1])  # |k1 - k3| <= tolerance + relative * k3
-        found = outside(abs(k1[-1][1] - k3[-1][1]), None, allowed)
+        found = crossed_bound(abs(k1[-1][1] - k3[-1][1]), None, allowed)
         if found:
             return f"k1 {k1[-1][1]:.3g} against k3 {k3[-1][1]:.3g}: difference {found}"
         return self._tested(k1, k3)

@@ -185,10 +185,10 @@ def mean(points: list[tuple[int, float]]) -> float:
     return sum(value for _, value in points) / len(points)
 
 
-def outside(value: float, low: float | None, high: float | None) -> str:
+def crossed_bound(value: float, low: float | None, high: float | None) -> str:
     """Return how `value` leaves [low, high], "" if it does not. A value that is not a number is outside.
 
-    >>> outside(3.14159, 6.0, None), outside(7.0, 6.0, None)
+    >>> crossed_bound(3.14159, 6.0, None), crossed_bound(7.0, 6.0, None)
     ('3.14 < 6', '')
     """
     if low is not None and not value >= low:
@@ -262,7 +262,7 @@ class Band(Bounded):
     def check(self, history: History, *, looks: int) -> str:
         """Return how the mean over the window leaves the band; nothing before the window is full."""
         last = history.last(self.metric, self.window)
-        found = outside(mean(last), self.low, self.high) if len(last) == self.window else ""
+        found = crossed_bound(mean(last), self.low, self.high) if len(last) == self.window else ""
         return f"{self.metric} {found}" if found else ""
 
 
@@ -280,7 +280,7 @@ class Drift(Bounded, Relative):
     def check(self, history: History, *, looks: int) -> str:
         """Return how the ratio leaves the band."""
         ratio = self.ratio(history, self.metric)
-        found = outside(ratio, self.low, self.high) if ratio is not None else ""
+        found = crossed_bound(ratio, self.low, self.high) if ratio is not None else ""
         return f"{self.metric}: ratio to the first {self.reference_steps} steps {found}" if found else ""
 
 

@@ -26,9 +26,9 @@ from itertools import takewhile
 from pathlib import Path
 from statistics import fmean
 from types import TracebackType
-from typing import Protocol, Self, TypeVar
+from typing import Self, TypeAlias, TypeVar
 
-from rlhf_core.agents.episodes import Episode, play
+from rlhf_core.agents.episodes import Episode, play_episodes
 from rlhf_core.agents.process import Environments
 from rlhf_core.config.agents import AgentsBySource
 from rlhf_core.config.engines import SamplingConfig
@@ -58,29 +58,6 @@ DrawAnswers = Callable[[int, Pool], tuple[list[Generation], Pool]]
 """(step, pool of unfinished answers) -> the answers of the step, and the pool that is left."""
 
 
-class StepSampler(Protocol):
-    """Samples the answers of each step of policy optimization; `load_weights` before each `generate`."""
-
-    @property
-    def ahead(self) -> int:
-        """Return how many later steps are being sampled."""
-
-    def load_weights(self, weights: Callable[[], Weights], *, version: int) -> None:
-        """Sample with `weights()` from now on, the policy's weights after `version` updates."""
-
-    def generate(self, step: int) -> Drawn:
-        """Return the answers of `step`, those of a prompt together."""
-
-    def borrow(self, weights: Callable[[], Weights], *, version: int, job: Callable[[], T]) -> T:
-        """Return the result of `job`, which may use the engine with `weights()` loaded; nothing else is sampled meanwhile."""
-
-    def save(self, folder: Path) -> None:
-        """Write all answers, finished or not, that no step has taken yet."""
-
-    def load(self, folder: Path, step: int) -> None:
-        """Continue at `step` from the state of `save`."""
-
-
 def expect_weights(engine: Sampler) -> None:
     """Note that the engine gets weights before it samples again."""
     if isinstance(engine, SleepingSampler):
@@ -88,7 +65,7 @@ def expect_weights(engine: Sampler) -> None:
 
 
 class OnPolicySampler:
-    """A `StepSampler` that samples each step on request, with the weights that were loaded last.
+    """Samples each step on request, with the weights that were loaded last: `load_weights` before each `generate`.
 
     A step that the same policy (by digest) sampled and the log has, since a run was killed, is taken from the log. With
     `once`, each weights sample one step, and nothing but `generate` samples that step.
@@ -177,7 +154,7 @@ SINGLE_TURN = OpenEnvironments({}, {"": ""})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Draw:
+class AnswerDraw:
     """What the answers of a step are drawn from, and how many they are."""
 
     engine: Sampler
@@ -234,7 +211,7 @@ class Draw:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WholeAnswers(Draw):
+class WholeAnswers(AnswerDraw):
     """Draws the prompts of a step and samples their answers whole: a `DrawAnswers` without a pool."""
 
     environments: OpenEnvironments = SINGLE_TURN
@@ -311,7 +288,7 @@ def answers(
         own = [work[at] for at in found]
         if key:
             opened = environments.by_key[key]
-            played = play(sampler, chat.with_tools(opened.tools), own, opened, opened.config, sampling)
+            played = play_episodes(sampler, chat.with_tools(opened.tools), own, opened, opened.config, sampling)
             drawn = [(one.prompt_ids, one.completion) for one in played]
         else:
             requests = [SamplingRequest(one.prompt_ids, one.seed, routed_experts=routed_experts) for one in own]
@@ -341,7 +318,7 @@ def episode_metrics(completions: Sequence[Completion]) -> Metrics:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PartialAnswers(Draw):
+class PartialAnswers(AnswerDraw):
     """Samples answers in rounds and takes the groups that are whole: a `DrawAnswers` with a pool."""
 
     tokens: int
@@ -429,7 +406,7 @@ INTERRUPT_PATIENCE_S = 5.0
 
 
 class AheadSampler:
-    """A `StepSampler` that samples up to `staleness` steps ahead, with the `inner` sampler in a thread.
+    """Samples up to `staleness` steps ahead, with the `inner` sampler in a thread.
 
     >>> with AheadSampler(inner, staleness=1, steps=100, group_size=8) as sampler:   # doctest: +SKIP
     ...     sampler.load_weights(policy.weights, version=0)
@@ -520,6 +497,10 @@ class AheadSampler:
         starts = range(0, len(generations), self._group_size)
         groups = [generations[start : start + self._group_size] for start in starts]
         return any(not any(one.completion.failure for one in group) for group in groups)
+
+
+StepSampler: TypeAlias = OnPolicySampler | AheadSampler
+"""The sampler of each step of policy optimization."""
 
 
 class Background:

@@ -138,7 +138,7 @@ def zero_variance(rewards: Sequence[float], *, group_size: int) -> Metrics:
     return {"rollout/zero_variance": fmean(min(group) == max(group) for group in groups)}
 
 
-def by_source(rollouts: Sequence[Rollout], group_size: int) -> Metrics:
+def source_metrics(rollouts: Sequence[Rollout], group_size: int) -> Metrics:
     """Return reward, length and equal groups by the source of the prompts, if there are several sources."""
     sources = sorted({one.prompt.source for one in rollouts})
     found: Metrics = {}
@@ -220,7 +220,9 @@ def rollout_metrics(
     if isinstance(config.ahead, DynamicSampling):
         groups = chunks(rollouts, group_size)
         undecided["rollout/undecided_groups"] = float(sum(not is_decided(group, config.ahead) for group in groups))
-    equal = zero_variance([one.reward for one in rollouts], group_size=group_size) | by_source(rollouts, group_size)
+    equal = zero_variance([one.reward for one in rollouts], group_size=group_size) | source_metrics(
+        rollouts, group_size
+    )
     health = answer_metrics([one.completion for one in rollouts], ends=ends, stop=config.sampling.stop)
     if episodes:
         del health["rollout/ended"]  # the last word of an episode may be its environment's

@@ -32,7 +32,7 @@ def named_address() -> str:
     return "" if address == "local" else address
 
 
-def check_address(address: str) -> None:
+def check_ray_address(address: str) -> None:
     """Raise ConfigError within seconds unless a server that may be a Ray head answers at `address`."""
     if address.startswith("ray://"):
         rule, remedy = "the Ray client protocol is not supported", "use the head's address, host:6379"

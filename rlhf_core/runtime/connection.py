@@ -18,7 +18,7 @@ import grpc  # type: ignore[import-untyped]
 
 from rlhf_core.errors import ConfigError, WorkerLostError
 from rlhf_core.processes.private_folder import private_folder
-from rlhf_core.runtime.cluster import available_memory, check_address, named_address, no_head
+from rlhf_core.runtime.cluster import available_memory, check_ray_address, named_address, no_head
 from rlhf_core.runtime.liveness import PROBE_TIMEOUT_S, CallHangs, within
 from rlhf_core.runtime.ray_settings import VARIABLES, ray
 
@@ -54,7 +54,7 @@ def connect(cores: int) -> bool:
     if not address:
         in_lasting_thread(lambda: _start(cores), what="starting Ray", timeout_s=CONNECT_TIMEOUT_S)
         return True
-    check_address(address)
+    check_ray_address(address)
     in_lasting_thread(lambda: _join(address), what=f"joining {address}", timeout_s=CONNECT_TIMEOUT_S)
     return False
 

@@ -16,7 +16,7 @@ from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.errors import RlhfError, SamplingError
 from rlhf_core.interfaces import Metrics, Objective, Trainer, Transfer, Weights
 from rlhf_core.models.micro_batches import row_lengths
-from rlhf_core.runtime.packed_completions import pack_request, unpack
+from rlhf_core.runtime.packed_completions import pack_request, unpack_completions
 from rlhf_core.runtime.placement import GpuSharing
 from rlhf_core.runtime.weight_sync import DeviceWeights, StoredWeights
 from rlhf_core.runtime.worker_group import WorkerGroup
@@ -233,7 +233,7 @@ class RaySampler:
         parts = [(tuple(map(pack_request, requests[start:end])), sampling) for start, end in itertools.pairwise(bounds)]
         with self._sharing.sampling():
             results = self._workers.call_each("policy", "generate", parts)
-        return [completion for part in results for completion in unpack(part)]
+        return [completion for part in results for completion in unpack_completions(part)]
 
     def advance(
         self, new: Sequence[tuple[int, SamplingRequest]], sampling: SamplingConfig
@@ -250,7 +250,11 @@ class RaySampler:
                 part = self._waiting.pop(engine, [])
                 self._running[engine] = self._workers.begin("policy", "advance", engine, part, sampling)
             results = self._workers.first("policy", "advance", self._running) if self._running else {}
-        finished = [one for numbers, answers in results.values() for one in zip(numbers, unpack(answers), strict=True)]
+        finished = [
+            one
+            for numbers, answers in results.values()
+            for one in zip(numbers, unpack_completions(answers), strict=True)
+        ]
         for number, _ in finished:
             del self._sampled[number]
         for engine in results:

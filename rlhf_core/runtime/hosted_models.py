@@ -11,7 +11,7 @@ import transformers
 from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
 from rlhf_core.errors import TrainingError
 from rlhf_core.interfaces import ModelSpec, RankTrainer
-from rlhf_core.runtime.weights import PackedTensor, buckets, pack
+from rlhf_core.runtime.weights import PackedTensor, buckets, pack_weights
 from rlhf_core.training.engines.offload import release_cached
 from rlhf_core.training.trainer import LocalTrainer
 
@@ -62,4 +62,6 @@ class HostedModels:
         if not keep:
             deque(stream, maxlen=0)
             return iter(())
-        return map(pack, buckets(stream))  # not a generator expression: its variable would keep a bucket too long
+        return map(
+            pack_weights, buckets(stream)
+        )  # not a generator expression: its variable would keep a bucket too long

@@ -26,15 +26,15 @@ pack_request = attrgetter(*(one.name for one in fields(SamplingRequest)))
 _OTHERS = attrgetter(*(one.name for one in fields(Completion)[2:-1]))
 
 
-def pack(completions: Sequence[Completion]) -> PackedCompletions:
+def pack_completions(completions: Sequence[Completion]) -> PackedCompletions:
     token_ids, lengths = join_rows("i", [one.token_ids for one in completions])
     logprobs, _ = join_rows("f", [one.logprobs for one in completions])
     experts, counts = join_rows("h", [one.routed_experts for one in completions])
     return token_ids, logprobs, experts, lengths, counts, list(map(_OTHERS, completions))
 
 
-def unpack(packed: PackedCompletions) -> list[Completion]:
-    """The inverse of `pack`. The numbers of a completion are views if Ray has mapped the arrays, which are then read-only."""
+def unpack_completions(packed: PackedCompletions) -> list[Completion]:
+    """The inverse of `pack_completions`. The numbers of a completion are views if Ray has mapped the arrays, which are then read-only."""
     token_ids, logprobs, experts, lengths, counts, others = packed
     ids, values, chosen = Column[int]("i", token_ids), Column[float]("f", logprobs), Column[int]("h", experts)
     recorded: Iterable[Column[int]] = repeat(NO_EXPERTS, len(others))  # a slice of nothing for each answer takes time

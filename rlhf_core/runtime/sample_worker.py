@@ -16,7 +16,7 @@ from rlhf_core.interfaces import DeviceSampler, EngineSampler, Probes, Transfer,
 from rlhf_core.processes.large_imports import large_imports
 from rlhf_core.runtime.connection import check_gpus, own_gpus
 from rlhf_core.runtime.file_moves import FileMoves
-from rlhf_core.runtime.packed_completions import PackedCompletions, PackedRequest, pack
+from rlhf_core.runtime.packed_completions import PackedCompletions, PackedRequest, pack_completions
 from rlhf_core.runtime.ray_settings import ray
 from rlhf_core.runtime.samplers import reopen_sampler, sampler_engine
 from rlhf_core.runtime.weight_sync import StoredWeights
@@ -128,25 +128,25 @@ class SampleWorker(FileMoves):
 
     def generate(self, requests: Sequence[PackedRequest], sampling: SamplingConfig) -> PackedCompletions:
         """Return one completion per request, in order."""
-        return pack(self._with_weights().generate([SamplingRequest(*one) for one in requests], sampling))
+        return pack_completions(self._with_weights().generate([SamplingRequest(*one) for one in requests], sampling))
 
     def advance(
         self, new: Sequence[tuple[int, SamplingRequest]], sampling: SamplingConfig
     ) -> tuple[list[int], PackedCompletions]:
         """Add requests and run the engine until one has finished. Returns the finished ones with their numbers."""
         finished = self._with_weights().advance(new, sampling)
-        return [number for number, _ in finished], pack([one for _, one in finished])
+        return [number for number, _ in finished], pack_completions([one for _, one in finished])
 
     def load_weights(self, weights: Weights, version: int) -> None:
         """Read the weights from the object store (shared memory on this node) and load them into the engine."""
-        from rlhf_core.runtime.weights import unpack  # torch is for workers; the driver imports this module too
+        from rlhf_core.runtime.weights import unpack_weights  # torch is for workers; the driver imports this module too
 
         if not isinstance(weights.payload, StoredWeights):
             kind, rule = type(weights.payload).__name__, "must be in the object store"
             raise SamplingError("weights.payload", kind, rule, "load what the trainer's weights() returned")
         tensors: dict[str, Any] = {}
         for bucket in ray.get(list(weights.payload.refs)):
-            tensors |= unpack(bucket)
+            tensors |= unpack_weights(bucket)
         self._opened().load_weights(replace(weights, payload=tensors), version=version)
         self._has_weights = True
 

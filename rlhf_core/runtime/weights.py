@@ -46,7 +46,7 @@ def buckets(weights: Iterable[tuple[str, Any]], *, most_bytes: int = BUCKET_BYTE
         yield part
 
 
-def pack(tensors: Mapping[str, Any]) -> list[PackedTensor]:
+def pack_weights(tensors: Mapping[str, Any]) -> list[PackedTensor]:
     """Return name -> tensor as bytes outside the pickle, so that Ray's readers map them instead of copying."""
     packed = []
     for name, tensor in tensors.items():
@@ -56,7 +56,7 @@ def pack(tensors: Mapping[str, Any]) -> list[PackedTensor]:
     return packed
 
 
-def unpack(packed: list[PackedTensor]) -> dict[str, Any]:
+def unpack_weights(packed: list[PackedTensor]) -> dict[str, Any]:
     """Return name -> CPU tensor that shares the memory of `packed`, in its order. The tensors must not be written to."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*not writable.*")

@@ -177,7 +177,7 @@ class StageContext:
 
         The result then counts only for the settings at these paths. Paths without failure settings are left out.
         """
-        failures.note(self.work, step, counts, self._run.failure_settings)
+        failures.note_failures(self.work, step, counts, self._run.failure_settings)
 
     def stopping(self) -> bool:
         """Return whether the stage must save and end now, because of a signal or the time limit.
@@ -233,7 +233,7 @@ class StageContext:
             record=self._run.provenance(
                 metrics,
                 self.runtime.engines(),
-                failures.noted(self.work, self._run.failure_settings),
+                failures.noted_failures(self.work, self._run.failure_settings),
                 watch.noted(Path(self.notes)),
             ),
             parents=tuple(dict.fromkeys(ref.digest for ref in self._run.spec.refs())),

@@ -10,11 +10,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator
 
-from rlhf_core.config.former_names import present_name
+from rlhf_core.config.former_names import present_option
 from rlhf_core.secrets.redaction import hidden
 from rlhf_core.stage.checkpoints import Checkpoints
 from rlhf_core.stage.corrections import CORRECTIONS
-from rlhf_core.stage.failures import failure_settings, misfit, noted
+from rlhf_core.stage.failures import failure_misfit, failure_settings, noted_failures
 from rlhf_core.stage.key import StageSpec, Strictness, key_payload, payload_key, stage_code, user_functions
 from rlhf_core.stage.versions import other_versions, versions
 from rlhf_core.store import attempts
@@ -139,7 +139,7 @@ def unfit(spec: StageSpec, record: KeyRecord | None) -> str:
     """Return which answers failed in a result under other settings than those of `spec`, or an empty string."""
     if record is None or not record.failures:
         return ""
-    return misfit(record.failures, failure_settings(spec.config), label=spec.label)
+    return failure_misfit(record.failures, failure_settings(spec.config), label=spec.label)
 
 
 def hit(target: Target, record: KeyRecord) -> Decision:
@@ -169,7 +169,7 @@ def decide_work(
         )
     number = past[-1].number if past else 0
     changed = changed_modules(past[-1].code, target.code) if past and past[-1].code else []
-    failed = noted(attempts.latest_work(folder), {})
+    failed = noted_failures(attempts.latest_work(folder), {})
     notes = [f"its code has changed since ({_first(changed, 2)})"] if changed else []
     notes += [f"{one.share()} so far ({path})" for path, one in failed.items()]
     said = f"; {', '.join(notes)}: --force starts over" if notes else ""
@@ -228,11 +228,6 @@ def _note(store: ArtifactStore, label: str, pipeline: str) -> _Note | None:
     return parse(store.label(label, pipeline), _Note)
 
 
-def last_record(store: ArtifactStore, spec: StageSpec) -> KeyRecord | None:
-    """Return the record of the stage's last result in this pipeline; None if there is none, or it is gone."""
-    return store.latest(spec.label, spec.pipeline)
-
-
 def changed_modules(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
     """Return the names of the modules that were changed, added or removed."""
     return sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
@@ -283,7 +278,7 @@ def differences(
             yield f"corrected since, {CORRECTIONS[name].about}"
     for path, before, after in _changes(label, old["config"], new["config"]):
         # Payloads saved by earlier versions may contain secrets in clear.
-        yield f"{present_name(path)}: {_shown(hidden(path, before))} -> {_shown(hidden(path, after))}"
+        yield f"{present_option(path)}: {_shown(hidden(path, before))} -> {_shown(hidden(path, after))}"
     for path, before, after in _changes("input", old["inputs"], new["inputs"]):
         yield f"{path.replace('.', ' ', 1)} changed: {_short(before)} -> {_short(after)}"
     for path, before, after in _changes("engines", old["engines"], new["engines"]):

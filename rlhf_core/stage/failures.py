@@ -41,7 +41,7 @@ def failed_episodes(generations: Sequence[Generation], agents: Mapping[str, str]
     return found
 
 
-def note(folder: Path, step: int, counts: Counts, settings: Settings) -> None:
+def note_failures(folder: Path, step: int, counts: Counts, settings: Settings) -> None:
     """Record the failures of a step in the work folder `folder`, before its answers are kept.
 
     The last record of a step counts.
@@ -54,7 +54,7 @@ def note(folder: Path, step: int, counts: Counts, settings: Settings) -> None:
         stream.write(f"\n{line}")  # the newline comes first: it ends a line that a kill left half written
 
 
-def noted(folder: Path, settings: Settings) -> dict[str, Failed]:
+def noted_failures(folder: Path, settings: Settings) -> dict[str, Failed]:
     """Return the failures so far by path, with the present settings there; {} if there are none."""
     path = folder / FAILURES
     steps = {entry["step"]: entry["counts"] for entry in _entries(path)} if path.is_file() else {}
@@ -69,7 +69,7 @@ def noted(folder: Path, settings: Settings) -> dict[str, Failed]:
     }
 
 
-def misfit(failures: Mapping[str, Failed], settings: Settings, *, label: str) -> str:
+def failure_misfit(failures: Mapping[str, Failed], settings: Settings, *, label: str) -> str:
     """Return why a result with `failures` does not count for `settings`, or "" if none failed under other settings."""
     for path, one in failures.items():
         changed = _changed(one.settings, settings.get(path, {}))

@@ -34,7 +34,7 @@ from rlhf_core.types import ArtifactRef, GenerationsRef, ModelRef, ReportRef, Ro
 logger = logging.getLogger(__name__)
 
 
-def find(
+def find_hit(
     store: ArtifactStore, spec: StageSpec, *, strict: Strictness = Strictness()
 ) -> tuple[KeyRecord, Decision] | None:
     """Return the record and the HIT of a stage whose artifact is in the store; None if the stage must run."""

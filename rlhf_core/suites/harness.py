@@ -30,7 +30,7 @@ from rlhf_core.data.chat import Renderer, as_parts
 from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.evaluation.intervals import LEVEL, t_quantile
 from rlhf_core.interfaces import Sampler, Trainer, logprob_rows
-from rlhf_core.suites.results import Measured, Row, shares_among
+from rlhf_core.suites.results import Measured, PromptRow, shares_among
 from rlhf_core.types import SamplingRequest, TokenSample, derive_seed, ids, mask
 
 # ---------------------------------------------------------------- Read the results of EleutherAI's evaluation harness as those of a suite
@@ -40,17 +40,17 @@ TOLERANCE = 1e-9  # float64 sums of float64 in another order differ by less
 Results = Mapping[str, Any]
 
 
-def measured(results: Results, *, headline: str) -> Measured:
+def harness_result(results: Results, *, headline: str) -> Measured:
     """Return the harness's numbers as `<task>/<metric>` (`<task>/<metric>/<filter>` where there are filters).
 
     A metric that is the mean over documents gets our interval over them, and any other that of the harness's standard
     error, if it has one above 0. Raises ConfigError for a `headline` that is none of the measures.
     """
-    rows: dict[str, Row] = {}
+    rows: dict[str, PromptRow] = {}
     for task, samples in results["samples"].items():
         for sample in samples:
             one = _row(task, sample)
-            rows[one.id] = Row(one.id, task, one.prompt, one.answer, {**_values(rows, one.id), **one.values})
+            rows[one.id] = PromptRow(one.id, task, one.prompt, one.answer, {**_values(rows, one.id), **one.values})
     found = _numbers(results)
     _check_numbers(found, rows.values())
     kept = {name for name, (value, _) in found.items() if _is_mean(rows.values(), name, value)}
@@ -66,7 +66,7 @@ def measured(results: Results, *, headline: str) -> Measured:
         if name not in kept
     }
     chosen = tuple(
-        Row(
+        PromptRow(
             row.id,
             row.slice,
             row.prompt,
@@ -94,7 +94,7 @@ def _numbers(results: Results) -> dict[str, tuple[float, float]]:
     return found
 
 
-def _check_numbers(found: Mapping[str, tuple[float, float]], rows: Iterable[Row]) -> None:
+def _check_numbers(found: Mapping[str, tuple[float, float]], rows: Iterable[PromptRow]) -> None:
     """Raise DataError for a measure that is no finite number, in all or at one document."""
     for name, value in [
         *((name, value) for name, (value, _) in found.items()),
@@ -133,7 +133,7 @@ def _interval(value: float, error: float, *, documents: int) -> dict[str, float]
     return counted | {"low": value - half, "high": value + half}
 
 
-def _row(task: str, sample: Mapping[str, Any]) -> Row:
+def _row(task: str, sample: Mapping[str, Any]) -> PromptRow:
     """Return the row of a document; metrics that are no number per document are left out."""
     filtered = sample["filter"]
     values = {
@@ -142,10 +142,10 @@ def _row(task: str, sample: Mapping[str, Any]) -> Row:
         if isinstance(sample[metric], (bool, int, float, np.number))
     }
     identity = f"{task}:{sample['doc_id']}:{str(sample['doc_hash'])[:8]}"
-    return Row(identity, task, _prompt(sample["arguments"]), _answer(sample["filtered_resps"]), values)
+    return PromptRow(identity, task, _prompt(sample["arguments"]), _answer(sample["filtered_resps"]), values)
 
 
-def _values(rows: Mapping[str, Row], identity: str) -> Mapping[str, float]:
+def _values(rows: Mapping[str, PromptRow], identity: str) -> Mapping[str, float]:
     return rows[identity].values if identity in rows else {}
 
 
@@ -160,7 +160,7 @@ def _answer(responses: Any) -> str:
     return responses[0] if len(responses) == 1 and isinstance(responses[0], str) else str(list(responses))
 
 
-def _is_mean(rows: Iterable[Row], name: str, value: float) -> bool:
+def _is_mean(rows: Iterable[PromptRow], name: str, value: float) -> bool:
     values = [row.values[name] for row in rows if name in row.values]
     return bool(values) and math.isclose(math.fsum(values) / len(values), value, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
 

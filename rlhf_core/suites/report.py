@@ -9,9 +9,9 @@ from jinja2 import Environment
 
 from rlhf_core.evaluation.intervals import LEVEL
 from rlhf_core.evaluation.report import TEMPLATE
-from rlhf_core.suites.results import ENDS, Row, difference
+from rlhf_core.suites.results import ENDS, PromptRow, paired_difference
 
-Suites: TypeAlias = Mapping[str, Mapping[str, tuple[dict[str, Any], list[Row]]]]
+Suites: TypeAlias = Mapping[str, Mapping[str, tuple[dict[str, Any], list[PromptRow]]]]
 """Suite -> policy -> its report.json and its rows."""
 Cell: TypeAlias = dict[str, Any]
 NO_NAMES: Mapping[str, str] = MappingProxyType({})
@@ -52,15 +52,15 @@ def overview(suites: Suites, *, reference: str, opponents: Mapping[str, str] = N
     return {"reference": reference, "policies": names, "level": LEVEL, "suites": found}
 
 
-def comparable(policies: Mapping[str, tuple[dict[str, Any], list[Row]]], policy: str, reference: str) -> bool:
+def comparable(policies: Mapping[str, tuple[dict[str, Any], list[PromptRow]]], policy: str, reference: str) -> bool:
     """Return whether both have results that mean the same: win rates only do against the same opponent."""
     if reference not in policies:
         return False
     mine, other = (policies[name][0]["facts"] for name in (policy, reference))
-    return opponent(mine) == opponent(other)
+    return opponent_digest(mine) == opponent_digest(other)
 
 
-def opponent(facts: Mapping[str, Any]) -> str:
+def opponent_digest(facts: Mapping[str, Any]) -> str:
     """Return the digest of the policy that answers were compared with, "" for suites without one."""
     return str(facts["opponent"]) if "opponent" in facts else ""
 
@@ -71,17 +71,17 @@ def by_row(headline: str) -> str:
 
 
 def _differences(
-    ours: tuple[Mapping[str, Any], Sequence[Row]], theirs: tuple[Mapping[str, Any], Sequence[Row]]
+    ours: tuple[Mapping[str, Any], Sequence[PromptRow]], theirs: tuple[Mapping[str, Any], Sequence[PromptRow]]
 ) -> dict[str, dict[str, float]]:
     (report, rows), (other, base) = ours, theirs
     found = {
-        name: difference(rows, base, name, share=name in report["shares"] and name in other["shares"])
+        name: paired_difference(rows, base, name, share=name in report["shares"] and name in other["shares"])
         for name in report["measures"]
     }
     return {name: value for name, value in found.items() if value is not None}
 
 
-def headline(report: Mapping[str, Any]) -> dict[str, float]:
+def headline_metrics_of(report: Mapping[str, Any]) -> dict[str, float]:
     """Return the stage's metrics: `<suite>/<policy>/<measure>`, with `_low`, `_high` and the difference to the reference.
 
     Of measures by task, only the headline is among them.
@@ -137,7 +137,7 @@ def worst(suites: Suites, *, reference: str, count: int) -> list[dict[str, Any]]
 # ---------------------------------------------------------------- page
 
 
-def render(report: Mapping[str, Any], regressions: Sequence[Mapping[str, Any]]) -> str:
+def render_suites(report: Mapping[str, Any], regressions: Sequence[Mapping[str, Any]]) -> str:
     """Return the HTML page, which works offline."""
     suites, reference = report["suites"], report["reference"]
     page = Environment(autoescape=True).from_string(TEMPLATE.read_text(encoding="utf-8"))

@@ -55,10 +55,10 @@ NO_WEIGHTS: Mapping[str, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PromptRow:
     """A prompt with the first answer to it and its measures; `weights` are those that are not 1.
 
-    >>> Row("p1", "math", "1+1?", "2", {"pass_at_1": 1.0}).values["pass_at_1"]
+    >>> PromptRow("p1", "math", "1+1?", "2", {"pass_at_1": 1.0}).values["pass_at_1"]
     1.0
     """
 
@@ -82,7 +82,7 @@ class Measured:
     `shares` is between 0 and 1.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[PromptRow, ...]
     headline: str
     lower_is_better: tuple[str, ...] = ()
     measures: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
@@ -92,7 +92,7 @@ class Measured:
 
 def report_of(result: Measured, *, kind: str, policy: str) -> dict[str, Any]:
     """Return the content of the suite's report.json: every measure with its interval, in all and by slice."""
-    slices: dict[str, list[Row]] = {}
+    slices: dict[str, list[PromptRow]] = {}
     for row in result.rows:
         slices.setdefault(row.slice, []).append(row)
     return {
@@ -108,7 +108,7 @@ def report_of(result: Measured, *, kind: str, policy: str) -> dict[str, Any]:
     }
 
 
-def means(rows: Sequence[Row], *, shares: Sequence[str]) -> dict[str, dict[str, float]]:
+def means(rows: Sequence[PromptRow], *, shares: Sequence[str]) -> dict[str, dict[str, float]]:
     """Return measure -> {mean, low, high, prompts} over the rows that have it; `shares` are those between 0 and 1."""
     names = dict.fromkeys(name for row in rows for name in row.values)
     found = {}
@@ -120,7 +120,9 @@ def means(rows: Sequence[Row], *, shares: Sequence[str]) -> dict[str, dict[str, 
     return found
 
 
-def difference(ours: Sequence[Row], theirs: Sequence[Row], measure: str, *, share: bool) -> dict[str, float] | None:
+def paired_difference(
+    ours: Sequence[PromptRow], theirs: Sequence[PromptRow], measure: str, *, share: bool
+) -> dict[str, float] | None:
     """Return the mean difference of a measure over the shared prompts, with its interval; None without any.
 
     Prompt by prompt, so what makes a prompt hard for both policies cancels out. A prompt has the same weight for both.
@@ -134,13 +136,13 @@ def difference(ours: Sequence[Row], theirs: Sequence[Row], measure: str, *, shar
     return mean_interval(apart, weights=_columns(shared, measure)[1], bounds=bounds).plain()
 
 
-def shares_among(rows: Sequence[Row]) -> tuple[str, ...]:
+def shares_among(rows: Sequence[PromptRow]) -> tuple[str, ...]:
     """Return the measures with 0 or 1 in every row, as of a function for right or wrong."""
     names = dict.fromkeys(name for row in rows for name in row.values)
     return tuple(name for name in names if bounds_of([row.values[name] for row in rows if name in row.values]))
 
 
-def _columns(rows: Sequence[Row], measure: str) -> tuple[list[float], list[float]]:
+def _columns(rows: Sequence[PromptRow], measure: str) -> tuple[list[float], list[float]]:
     return [row.values[measure] for row in rows], [row.weight(measure) for row in rows]
 
 
@@ -152,11 +154,11 @@ ENDS = ("low", "high", "prompts")
 SHOWN = 16  # rows in the tracker; all of them are in rows.jsonl
 
 
-def record(result: Measured, *, kind: str, policy: str, context: StageContext) -> dict[str, float]:
+def record_suite(result: Measured, *, kind: str, policy: str, context: StageContext) -> dict[str, float]:
     """Write report.json and rows.jsonl, show them in the tracker, and return the stage's metrics."""
     report = report_of(result, kind=kind, policy=policy)
     (context.out / REPORT).write_text(json.dumps(report, indent=2, allow_nan=False), encoding="utf-8")
-    write_rows(context.out / ROWS, result.rows)
+    write_suite_rows(context.out / ROWS, result.rows)
     context.tracker.file(context.out / REPORT, "")
     names = list(dict.fromkeys(name for row in result.rows for name in row.values))
     shown = [
@@ -171,16 +173,16 @@ def record(result: Measured, *, kind: str, policy: str, context: StageContext) -
     return metrics
 
 
-def write_rows(path: Path, rows: Sequence[Row]) -> None:
+def write_suite_rows(path: Path, rows: Sequence[PromptRow]) -> None:
     """Write the rows, one JSON object per line."""
     path.write_text("".join(f"{json.dumps(asdict(row), ensure_ascii=False)}\n" for row in rows), encoding="utf-8")
 
 
-def read_rows(path: Path) -> list[Row]:
-    return [Row(**json.loads(line)) for line in path.read_text(encoding="utf-8").split("\n") if line]
+def read_suite_rows(path: Path) -> list[PromptRow]:
+    return [PromptRow(**json.loads(line)) for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
-def check_rows(rows: Sequence[Row], *, rule: str, remedy: str) -> None:
+def check_suite_rows(rows: Sequence[PromptRow], *, rule: str, remedy: str) -> None:
     """Raise DataError with `rule` if no row is left, or if two have the same ID."""
     if not rows:
         raise DataError("evaluate.suites", 0, rule, remedy)
@@ -254,7 +256,7 @@ def _sigmoid(x: NDArray[np.float64] | float) -> NDArray[np.float64]:
 # ---------------------------------------------------------------- answers
 
 
-def by_prompt(generations: Sequence[Generation]) -> list[list[int]]:
+def places_by_prompt(generations: Sequence[Generation]) -> list[list[int]]:
     """Return the positions of the answers of each prompt, with prompts in the order of first appearance."""
     places: dict[str, list[int]] = {}
     for place, one in enumerate(generations):
@@ -262,17 +264,17 @@ def by_prompt(generations: Sequence[Generation]) -> list[list[int]]:
     return list(places.values())
 
 
-def row_of(first: Generation, values: Mapping[str, float], weights: Mapping[str, float] = NO_WEIGHTS) -> Row:
+def row_of(first: Generation, values: Mapping[str, float], weights: Mapping[str, float] = NO_WEIGHTS) -> PromptRow:
     """Return the row of a prompt; `first` is the first answer to it."""
     prompt = first.prompt
     text = prompt_text(prompt.messages)
-    return Row(prompt.id, prompt.source, text, first.completion.text, dict(values), dict(weights))
+    return PromptRow(prompt.id, prompt.source, text, first.completion.text, dict(values), dict(weights))
 
 
-def mean_rows(generations: Sequence[Generation], values: Sequence[float | None], measure: str) -> list[Row]:
+def mean_rows(generations: Sequence[Generation], values: Sequence[float | None], measure: str) -> list[PromptRow]:
     """Return a row per prompt with the mean of its answers' values; prompts without any value are left out."""
     rows = []
-    for places in by_prompt(generations):
+    for places in places_by_prompt(generations):
         found = [value for place in places if (value := values[place]) is not None]
         if found:
             rows.append(row_of(generations[places[0]], {measure: fmean(found)}))
@@ -290,7 +292,7 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 
 def check_counts(generations: Sequence[Generation], ks: Sequence[int]) -> None:
     """Raise DataError for a prompt with fewer answers than the largest k."""
-    for places in by_prompt(generations):
+    for places in places_by_prompt(generations):
         if len(places) < max(ks):
             rule = f"the prompt {generations[places[0]].prompt.id} has only {len(places)} answers"
             remedy = "raise generate.samples_per_prompt of the suite, or leave out this k"
@@ -299,13 +301,13 @@ def check_counts(generations: Sequence[Generation], ks: Sequence[int]) -> None:
 
 def pass_at_k_rows(
     generations: Sequence[Generation], values: Sequence[float | None], ks: Sequence[int], *, threshold: float
-) -> list[Row]:
+) -> list[PromptRow]:
     """Return a row per prompt with `pass_at_<k>`; an answer is right if its value is at least `threshold`.
 
     Prompts without a value are left out. Raises DataError for a prompt at which only some answers have a value.
     """
     rows = []
-    for places in by_prompt(generations):
+    for places in places_by_prompt(generations):
         found = [value for place in places if (value := values[place]) is not None]
         if not found:
             continue
@@ -327,13 +329,13 @@ PROBE = '{"a": "b"}'
 """A text on which every check reads its options."""
 
 
-def instruction_rows(generations: Sequence[Generation]) -> list[Row]:
+def instruction_rows(generations: Sequence[Generation]) -> list[PromptRow]:
     """Return a row per prompt with prompt- and instruction-level accuracy, strict and loose, under IFEval's names.
 
     Raises DataError for a label that describes no instructions.
     """
     rows = []
-    for places in by_prompt(generations):
+    for places in places_by_prompt(generations):
         first = generations[places[0]]
         instructions = instructions_of(first.prompt.label, key=f"evaluate.suites.prompts[{first.prompt.id}].label")
         values = {}
@@ -388,10 +390,10 @@ def is_safe(label: str, *, key: str = "label") -> bool:
     return label.strip().lower() == "safe"
 
 
-def refusal_rows(generations: Sequence[Generation], phrases: Sequence[str], *, characters: int) -> list[Row]:
+def refusal_rows(generations: Sequence[Generation], phrases: Sequence[str], *, characters: int) -> list[PromptRow]:
     """Return a row per prompt: `over_refusal` of safe ones, `unsafe_compliance` of unsafe ones, by their labels."""
     rows = []
-    for places in by_prompt(generations):
+    for places in places_by_prompt(generations):
         first = generations[places[0]]
         safe = is_safe(first.prompt.label, key=f"evaluate.suites.prompts[{first.prompt.id}].label")
         refused = fmean(

@@ -16,7 +16,7 @@ from rlhf_core.errors import ConfigError, nearest
 from rlhf_core.interfaces import RegistryState
 from rlhf_core.processes.identity import user_name
 from rlhf_core.tracking import redaction
-from rlhf_core.tracking.mlflow_client import answering, database_file, open_client
+from rlhf_core.tracking.mlflow_client import is_missing_database, open_client, tracking_errors
 from rlhf_core.tracking.mlflow_delivery import DIGEST_TAG, registry_name
 from rlhf_core.types import CHAMPION
 
@@ -38,6 +38,8 @@ def move_tag(how: str, why: str) -> dict[str, str]:
 logger = logging.getLogger(__name__)
 
 ROLLBACK = "rollback"
+REGISTRY_URI = "MLFLOW_REGISTRY_URI"
+"""Environment variable with a registry elsewhere than the runs."""
 
 
 @dataclass(frozen=True)
@@ -103,9 +105,9 @@ def read_champions(uri: str, name: str) -> Champions | None:
 
     Raises TrackingError if the registry does not answer.
     """
-    if _is_missing_database(uri):
+    if is_missing_database(os.environ.get(REGISTRY_URI) or uri):
         return None
-    with answering(uri, name="registry"):
+    with tracking_errors(uri, name="registry"):
         client = open_client(uri)
         found = client.search_registered_models(filter_string=f"name = '{registry_name(name)}'")
         return _champions(client, found[0]) if found else None
@@ -137,9 +139,9 @@ def registry_state(uri: str, name: str) -> RegistryState:
 
 def model_names(uri: str) -> list[str]:
     """Return the names of the registered models that have or had a champion."""
-    if _is_missing_database(uri):
+    if is_missing_database(os.environ.get(REGISTRY_URI) or uri):
         return []
-    with answering(uri, name="registry"):
+    with tracking_errors(uri, name="registry"):
         client = open_client(uri)
         found = [_champions(client, model) for model in client.search_registered_models()]
     return [one.name for one in found if one.current or one.moves]
@@ -156,7 +158,7 @@ def roll_back(uri: str, name: str, *, why: str) -> tuple[str, str]:
     if not found.previous:
         rule = "has no champion before the current one" if found.current else "has never had a champion"
         raise ConfigError("champion", name, rule, "publish another policy, or move the alias in MLflow")
-    with answering(uri, name="registry"):
+    with tracking_errors(uri, name="registry"):
         client = open_client(uri)
         for key, value in redaction.tags(move_tag(ROLLBACK, why)).items():  # first, so that no move lacks its reason
             client.set_model_version_tag(found.name, found.previous, key, value)
@@ -181,9 +183,3 @@ def _moves(version: Any) -> Iterator[tuple[str, ChampionMove]]:
                 yield key, ChampionMove(version=str(version.version), digest=digest, **json.loads(value))
             except (TypeError, ValueError):
                 logger.warning("version %s of %s: the tag %s cannot be read", version.version, version.name, key)
-
-
-def _is_missing_database(uri: str) -> bool:
-    """Return whether the registry behind `uri` is a database that does not exist yet."""
-    database = database_file(os.environ.get("MLFLOW_REGISTRY_URI") or uri)
-    return database is not None and not database.exists()

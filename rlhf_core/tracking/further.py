@@ -11,21 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 logger = logging.getLogger(__name__)
 
 SHOWN_DIGITS = 8
-
-
-class MetricWriter(Protocol):
-    """A run of one stage in a further tracker."""
-
-    def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Write finite values at a step."""
-
-    def close(self) -> None:
-        """Write what waits, and end the run."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +91,9 @@ class WandbWriter:
         self._run.finish()
 
 
-WRITERS: Mapping[str, Callable[[StageRun], MetricWriter]] = {"tensorboard": TensorBoardWriter, "wandb": WandbWriter}
+MetricWriter: TypeAlias = TensorBoardWriter | WandbWriter
+"""A run of one stage in a further tracker."""
+WRITERS: Mapping[str, type[MetricWriter]] = {"tensorboard": TensorBoardWriter, "wandb": WandbWriter}
 """Name in `track.also`, which is the name of the package too -> writer."""
 
 

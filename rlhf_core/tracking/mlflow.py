@@ -35,7 +35,7 @@ from rlhf_core.tracking import redaction
 from rlhf_core.tracking.champions import registry_state
 from rlhf_core.tracking.further import FurtherTrackers
 from rlhf_core.tracking.memory import RunStatus
-from rlhf_core.tracking.mlflow_client import TrackingError, answering, database_file, open_client, run_url
+from rlhf_core.tracking.mlflow_client import TrackingError, database_file, open_client, run_url, tracking_errors
 from rlhf_core.tracking.mlflow_delivery import Delivery
 from rlhf_core.tracking.outbox import Outbox
 
@@ -170,7 +170,7 @@ class MlflowTracker:
 
     def _reconcile(self) -> None:
         try:
-            reconcile(self._delivery.client(), self._delivery.experiment_id)
+            end_dead_runs(self._delivery.client(), self._delivery.experiment_id)
         except Exception as error:  # a failed cleanup must not keep the run from starting
             logger.warning("tracking: could not end the runs of dead processes: %s", error)
 
@@ -256,7 +256,7 @@ class MlflowStageTracker(StageTracker):
 
 
 @dataclass(frozen=True)
-class Ended:
+class EndedRun:
     """A run that was RUNNING although its process is gone, and is KILLED now."""
 
     experiment: str
@@ -265,7 +265,7 @@ class Ended:
     owner: Owner
 
 
-def reconcile(client: Any, experiment_id: str, *, experiment: str = "") -> list[Ended]:
+def end_dead_runs(client: Any, experiment_id: str, *, experiment: str = "") -> list[EndedRun]:
     """End the RUNNING runs whose process is gone as KILLED; return them.
 
     Only processes of this machine are checked: those of another machine may still be alive.
@@ -275,16 +275,16 @@ def reconcile(client: Any, experiment_id: str, *, experiment: str = "") -> list[
         process: Owner | None = owner.from_tags(run.data.tags)
         if process is not None and is_gone(process):
             client.set_terminated(run.info.run_id, status="KILLED")
-            ended.append(Ended(experiment or experiment_id, run.info.run_name, run.info.run_id, process))
+            ended.append(EndedRun(experiment or experiment_id, run.info.run_name, run.info.run_id, process))
     return ended
 
 
-def reconcile_all(uri: str) -> list[Ended]:
+def end_all_dead_runs(uri: str) -> list[EndedRun]:
     """End the runs of dead processes in every experiment behind `uri`; raise TrackingError if it does not answer."""
-    with answering(uri):
+    with tracking_errors(uri):
         client = open_client(uri)
         experiments = client.search_experiments()
-        return [run for one in experiments for run in reconcile(client, one.experiment_id, experiment=one.name)]
+        return [run for one in experiments for run in end_dead_runs(client, one.experiment_id, experiment=one.name)]
 
 
 def _spool_folder(uri: str, artifact_root: Path | None) -> Path:

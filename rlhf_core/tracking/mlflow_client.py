@@ -74,13 +74,19 @@ def database_file(uri: str) -> Path | None:
     return Path(uri.removeprefix(_SQLITE)) if uri.startswith(_SQLITE) else None
 
 
+def is_missing_database(uri: str) -> bool:
+    """True if `uri` is a SQLite database that does not exist yet."""
+    database = database_file(uri)
+    return database is not None and not database.exists()
+
+
 def in_one_line(error: Exception) -> str:
     """Return type and first line of an error, without secrets."""
     return without_secrets(f"{type(error).__name__}: {error}".splitlines()[0][:300])
 
 
 @contextmanager
-def answering(uri: str, *, name: str = "MLflow") -> Iterator[None]:
+def tracking_errors(uri: str, *, name: str = "MLflow") -> Iterator[None]:
     """Turn any error of the server or the database inside into a TrackingError: the user must fix it."""
     try:
         yield
@@ -181,7 +187,7 @@ USER_TAG = "mlflow.user"
 _FIELDS = ("host", "boot_id", "pid_namespace", "pid", "pid_started")
 
 
-def tags() -> dict[str, str]:
+def owner_tags() -> dict[str, str]:
     """Return the tags of a run that this process drives."""
     process = leases.ourselves()
     return {f"owner.{name}": str(getattr(process, name)) for name in _FIELDS} | {USER_TAG: user_name()}
@@ -193,12 +199,12 @@ OWNER_TAG = "rlhf.owner"
 
 def in_one_tag() -> dict[str, str]:
     """The tags of a run that this process drives, as MLflow keeps them."""
-    process = {name: value for name, value in tags().items() if name != USER_TAG}
+    process = {name: value for name, value in owner_tags().items() if name != USER_TAG}
     return {OWNER_TAG: json.dumps(process), USER_TAG: user_name()}
 
 
 def from_tags(values: Mapping[str, str]) -> Owner | None:
-    """The owner that `tags` described, in one tag or several; None if the run is not one of ours.
+    """The owner that `owner_tags` described, in one tag or several; None if the run is not one of ours.
 
     It never expires: the tags have no heartbeat, so whether a process of another machine is alive cannot be decided.
     """

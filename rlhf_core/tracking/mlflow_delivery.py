@@ -17,7 +17,7 @@ from rlhf_core.errors import distrust
 from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.tracking import redaction
 from rlhf_core.tracking.mlflow_client import experiment_id, get_run, import_mlflow, open_client, run_path
-from rlhf_core.tracking.outbox import Record, Refused, Unreachable
+from rlhf_core.tracking.outbox import Record, Refused, ServerUnreachable
 from rlhf_core.tracking.policy_reference import folder_of, save_model_file
 from rlhf_core.types import chunks
 
@@ -118,7 +118,9 @@ class Delivery:
             if opens and (why := _why_refused(error)):
                 raise Refused(f"{without_secrets(self._uri)}: {why}") from error
             if self._may_recover(error, records[0]):
-                raise Unreachable(f"{without_secrets(self._uri)} does not answer ({_first_line(error)})") from error
+                raise ServerUnreachable(
+                    f"{without_secrets(self._uri)} does not answer ({_first_line(error)})"
+                ) from error
             logger.warning(
                 "tracking: the server rejected %s, which is skipped: %s", records[0]["op"], _first_line(error)
             )

@@ -26,11 +26,11 @@ FIRST_RETRY_SECONDS = 2.0  # a restart of the server takes a few seconds
 LONGEST_RETRY_SECONDS = 60.0  # so that records arrive within a minute of its return
 
 
-class Unreachable(Exception):
+class ServerUnreachable(Exception):
     """The server could not be reached; the same records are retried later."""
 
 
-class Refused(Unreachable):
+class Refused(ServerUnreachable):
     """The server cannot be used with these settings (credentials, a driver that is missing) until they are changed."""
 
 
@@ -38,7 +38,7 @@ class Outbox:
     """An ordered queue of records, backed by a file.
 
     `deliver(records)` gets the oldest records, delivers some of them and returns how many are finished (delivered or
-    given up, at least one). It raises `Unreachable` if it cannot continue now. It runs in the outbox's own thread.
+    given up, at least one). It raises `ServerUnreachable` if it cannot continue now. It runs in the outbox's own thread.
     """
 
     def __init__(self, folder: Path, deliver: Callable[[Sequence[Record]], int]) -> None:
@@ -142,7 +142,7 @@ class Outbox:
         while self._wait(retry_s if self._offline else FLUSH_SECONDS):
             try:
                 self._drain()
-            except Unreachable as error:
+            except ServerUnreachable as error:
                 retry_s = min(2 * retry_s, LONGEST_RETRY_SECONDS) if self._offline else FIRST_RETRY_SECONDS
                 self._went_offline(error)
             except Exception:  # a bug in the delivery must not end the thread, and with it the records
@@ -184,7 +184,7 @@ class Outbox:
             if self._closing:
                 return
 
-    def _went_offline(self, error: Unreachable | None) -> None:
+    def _went_offline(self, error: ServerUnreachable | None) -> None:
         """Note that a delivery failed, and warn once for each time that the server is away."""
         with self._condition:
             if not self._offline and error is not None:

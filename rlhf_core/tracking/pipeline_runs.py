@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_core.tracking.mlflow_client import FLOW_RUN_TAG, answering, database_file, open_client
+from rlhf_core.tracking.mlflow_client import FLOW_RUN_TAG, is_missing_database, open_client, tracking_errors
 from rlhf_core.tracking.mlflow_delivery import KEY_TAG, NOTE_TAG, RUN_TAG, STAGE_TAG, STAGES_TAG
 
 _ID = re.compile(r"[0-9a-f]{32}")
@@ -30,10 +30,9 @@ def find_run(uri: str, wanted: str) -> TrackedRun | None:
 
     Returns None if there is none. Raises TrackingError if MLflow does not answer.
     """
-    database = database_file(uri)
-    if database is not None and not database.exists():
+    if is_missing_database(uri):
         return None
-    with answering(uri):
+    with tracking_errors(uri):
         client = open_client(uri)
         found = _search(client, wanted)
         return None if found is None else _tracked(client, found)
@@ -63,11 +62,10 @@ def rewrite_tags(uri: str, tag: str, rewrite: Callable[[str], str]) -> int:
 
     Raises TrackingError if MLflow does not answer.
     """
-    database = database_file(uri)
-    if database is not None and not database.exists():
+    if is_missing_database(uri):
         return 0
     changed = 0
-    with answering(uri):
+    with tracking_errors(uri):
         client = open_client(uri)
         experiments, page = [one.experiment_id for one in client.search_experiments()], None
         while True:

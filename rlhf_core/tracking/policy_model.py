@@ -35,7 +35,7 @@ class PolicyModel:
         `model_input` is one conversation (a list of messages), a list of conversations, texts of users, or a DataFrame
         whose first column holds any of these.
         """
-        return [self._answer(messages, dict(params or {})) for messages in conversations(model_input)]
+        return [self._answer(messages, dict(params or {})) for messages in read_conversations(model_input)]
 
     def _answer(self, messages: Sequence[Mapping[str, str]], params: dict[str, Any]) -> str:
         turns = [Message(one["role"], one["content"]) for one in messages]
@@ -44,10 +44,10 @@ class PolicyModel:
         return self.chat.decode(out[0, prompt.shape[1] :].tolist())
 
 
-def conversations(model_input: Any) -> list[list[Mapping[str, str]]]:
+def read_conversations(model_input: Any) -> list[list[Mapping[str, str]]]:
     """Return the conversations that MLflow was given.
 
-    >>> conversations("Hi") == conversations([{"role": "user", "content": "Hi"}])
+    >>> read_conversations("Hi") == read_conversations([{"role": "user", "content": "Hi"}])
     True
     """
     if hasattr(model_input, "iloc"):
@@ -57,7 +57,7 @@ def conversations(model_input: Any) -> list[list[Mapping[str, str]]]:
     entries = list(model_input)
     if entries and all(isinstance(entry, Mapping) for entry in entries):
         return [entries]
-    return [conversation for entry in entries for conversation in conversations(entry)]
+    return [conversation for entry in entries for conversation in read_conversations(entry)]
 
 
 def _load_pyfunc(path: str) -> PolicyModel:

@@ -36,10 +36,10 @@ class ReviewItem:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class ReviewQuestion:
     """The question about every item: a choice, with a reason in free text.
 
-    >>> Question("preferred", "Which is better?", ("A", "B")).options
+    >>> ReviewQuestion("preferred", "Which is better?", ("A", "B")).options
     ('A', 'B')
     """
 
@@ -54,7 +54,7 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ReviewAnswer:
     """A person's answer about an item; `source` is the person's name in MLflow, `default` without sign-in."""
 
     item: str
@@ -72,7 +72,7 @@ class QueueState:
     """Time of its creation, in seconds of the wall clock."""
     items: int
     done: int
-    answers: tuple[Answer, ...]
+    answers: tuple[ReviewAnswer, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,18 +107,18 @@ class ReviewPage:
 
 
 def review_queue(
-    uri: str, *, experiment: str, name: str, user: str, question: Question, items: Sequence[ReviewItem]
+    uri: str, *, experiment: str, name: str, user: str, question: ReviewQuestion, items: Sequence[ReviewItem]
 ) -> QueueState:
     """Return the state of the queue `name` of `user` behind `uri`; missing parts are created.
 
     Raises ReviewError if MLflow does not answer, or cannot hold the whole texts.
     """
-    with asking(uri):
+    with review_errors(uri):
         return ReviewQueues(uri, experiment).state(name, user, question, items)
 
 
 @contextmanager
-def asking(uri: str) -> Iterator[None]:
+def review_errors(uri: str) -> Iterator[None]:
     """Raise ReviewError in place of any error of the server or the database: the user must fix it."""
     try:
         yield
@@ -148,7 +148,7 @@ class ReviewQueues:
         files = None if database is None else database.parent / "mlartifacts"
         self._experiment = experiment_id(self._client, experiment, files, tags=KIND)
 
-    def state(self, name: str, user: str, question: Question, items: Sequence[ReviewItem]) -> QueueState:
+    def state(self, name: str, user: str, question: ReviewQuestion, items: Sequence[ReviewItem]) -> QueueState:
         schema = self._ensure_schema(question)
         name += schema.name.removeprefix(question.name)
         traces = self._ensure_traces(name, items)
@@ -255,7 +255,7 @@ class ReviewQueues:
         infos = [trace.info for trace in _pages(page)]
         return {info.tags[ITEM_TAG]: info for info in sorted(infos, key=lambda info: -info.request_time)}
 
-    def _ensure_schema(self, question: Question) -> Any:
+    def _ensure_schema(self, question: ReviewQuestion) -> Any:
         """Return the label schema that shows the question: named as the question, or with a digest if it differs from that."""
         first = self._schema(question.name)
         name = question.name if first is None or self._shows(first, question) else f"{question.name} {question.digest}"
@@ -268,7 +268,7 @@ class ReviewQueues:
             experiment_id=self._experiment,
         )
 
-    def _shows(self, schema: Any, question: Question) -> bool:
+    def _shows(self, schema: Any, question: ReviewQuestion) -> bool:
         choice = schema.input if isinstance(schema.input, self._schemas.InputCategorical) else None
         shown = None if choice is None else tuple(choice.options)
         return bool((schema.instruction, shown) == (question.instruction, question.options))
@@ -312,7 +312,7 @@ def _pages(read: Callable[[str | None], Any]) -> Iterator[Any]:
             return
 
 
-def _answer(item: str, trace: Any, question: str) -> Answer | None:
+def _answer(item: str, trace: Any, question: str) -> ReviewAnswer | None:
     """Return the newest answer to the question on a trace; None if it was completed without one."""
     given: list[Any] = [
         one for one in trace.assessments if one.name == question and one.valid is not False and one.feedback is not None
@@ -320,4 +320,4 @@ def _answer(item: str, trace: Any, question: str) -> Answer | None:
     if not given:
         return None
     newest: Any = max(given, key=lambda one: one.last_update_time_ms)
-    return Answer(item, str(newest.feedback.value), newest.rationale or "", newest.source.source_id)
+    return ReviewAnswer(item, str(newest.feedback.value), newest.rationale or "", newest.source.source_id)

@@ -41,7 +41,7 @@ class Rows:
     mask_B1LL: Tensor | None
 
 
-def spread(model: nn.Module, size: int) -> None:
+def spread_rows(model: nn.Module, size: int) -> None:
     """Distribute the sequences of `model` over groups of `size` consecutive ranks.
 
     Raises ConfigError if `size` does not divide the number of ranks or heads, or if the architecture does not pass

@@ -35,7 +35,7 @@ from rlhf_core.types import derive_seed
 ENGINE_FILE = "engine.json"
 
 
-def copied(value: Any, *, in_place: bool = False) -> Any:
+def copy_tensors(value: Any, *, in_place: bool = False) -> Any:
     """Return `value` with every tensor in nested dictionaries, lists and tuples copied to the CPU.
 
     With `in_place`, a tensor that is there already is not copied, unless it is a part of a buffer, all of which
@@ -47,10 +47,10 @@ def copied(value: Any, *, in_place: bool = False) -> Any:
     if type(value) in (dict, OrderedDict):
         made = copy.copy(value)  # keeps the attributes that torch sets on a state_dict
         for name in made:
-            made[name] = copied(made[name], in_place=in_place)
+            made[name] = copy_tensors(made[name], in_place=in_place)
         return made
     if type(value) in (list, tuple):
-        return type(value)(copied(item, in_place=in_place) for item in value)
+        return type(value)(copy_tensors(item, in_place=in_place) for item in value)
     return copy.deepcopy(value)
 
 
@@ -68,7 +68,9 @@ def training_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
     Frozen parameters (the base model of LoRA) are loaded from the model's folder.
     """
-    state: dict[str, Any] = copied({"parameters": trained_parameters(module), "optimizer": optimizer.state_dict()})
+    state: dict[str, Any] = copy_tensors(
+        {"parameters": trained_parameters(module), "optimizer": optimizer.state_dict()}
+    )
     return state
 
 

@@ -22,7 +22,7 @@ from rlhf_core.config.engines import OptimizerConfig, TrainerConfig, check_lora_
 from rlhf_core.errors import TrainingError
 from rlhf_core.interfaces import Adapters, Metrics, ModelSpec, Objective, Weights
 from rlhf_core.models.architecture import padding_id
-from rlhf_core.models.batches import TokenBatch, unpack
+from rlhf_core.models.batches import TokenBatch, unpack_rows
 from rlhf_core.models.forward import model_rules, sequence_scores, step_scores, token_logprobs, token_values, watching
 from rlhf_core.models.loading import export_model
 from rlhf_core.models.lora import WeightStream, weights_digest, without_adapters
@@ -195,7 +195,9 @@ class LocalTrainer:
         """
 
         def compute(module: nn.Module, batch: TokenBatch) -> list[Tensor]:
-            return unpack(token_logprobs(module, batch, temperature=temperature, with_entropy=False)[0].cpu(), batch)
+            return unpack_rows(
+                token_logprobs(module, batch, temperature=temperature, with_entropy=False)[0].cpu(), batch
+            )
 
         with nullcontext() if adapters else without_adapters(self._engine.module):
             return self._measure_tokens(samples, compute)
@@ -212,7 +214,7 @@ class LocalTrainer:
         """Compute the value before every token [S], 0.0 where the mask is 0."""
 
         def compute(module: nn.Module, batch: TokenBatch) -> list[Tensor]:
-            return unpack(token_values(module, batch).cpu(), batch)
+            return unpack_rows(token_values(module, batch).cpu(), batch)
 
         return self._measure_tokens(samples, compute)
 
@@ -228,7 +230,10 @@ class LocalTrainer:
         """Return the process reward model's logits at the masked tokens of each sample, one per step, in order."""
 
         def compute(module: nn.Module, batch: TokenBatch) -> list[Tensor]:
-            logits, masks = unpack(step_scores(module, batch).cpu(), batch), unpack(batch.on_host.loss_mask_BL, batch)
+            logits, masks = (
+                unpack_rows(step_scores(module, batch).cpu(), batch),
+                unpack_rows(batch.on_host.loss_mask_BL, batch),
+            )
             return [row[mask != 0] for row, mask in zip(logits, masks, strict=True)]
 
         return [floats(row.numpy()) for row in self._measure(samples, compute)]

@@ -17,7 +17,7 @@ from rlhf_core.user_code.modules import load_callable
 from rlhf_core.user_code.sources import (
     PROGRAM_PACKAGES,
     UserModule,
-    changed,
+    changed_code_error,
     code_of,
     digest_of,
     file_digest,
@@ -45,7 +45,7 @@ def check_functions(digests: Mapping[str, str], *, key: str) -> None:
     """
     for spec, digest in digests.items():
         if user_code_digest(spec, key=key) != digest:
-            raise changed(key, spec)
+            raise changed_code_error(key, spec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +75,12 @@ def _loaded(function: UserFunction, key: str) -> Any:
     return found
 
 
-def check_files(digests: Mapping[str, str], *, key: str) -> None:
+def check_file_digests(digests: Mapping[str, str], *, key: str) -> None:
     """Raise ConfigError if a file's digest has changed since the key of a stage was computed."""
     for name, digest in digests.items():
         path = Path(name)
         if not path.is_file() or file_digest(path) != digest:
-            raise changed(key, name)
+            raise changed_code_error(key, name)
 
 
 def user_code(spec: str, *, key: str = "callable") -> dict[str, str]:

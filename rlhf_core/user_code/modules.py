@@ -33,7 +33,7 @@ from rlhf_core.user_code.sources import (
     PROGRAM_PACKAGES,
     Place,
     by_finders,
-    changed,
+    changed_code_error,
     digest_of,
     in_folders,
     locate,
@@ -64,7 +64,7 @@ class Modules:
         reached = reached_from(location)
         for spec, digest in code.items():
             if Path(spec.rpartition(":")[0]) == Path(location) and digest_of(reached, key=key) != digest:
-                raise changed(key, spec)
+                raise changed_code_error(key, spec)
         for module in (one for one in reached if one.path.suffix != ".py"):
             if _COMPILED.setdefault(module.path, module.source.digest) != module.source.digest:
                 rule = "is compiled, and this process has loaded another version of it"

@@ -46,7 +46,7 @@ _SPACE = (tokenize.INDENT, tokenize.DEDENT, tokenize.NEWLINE)
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class UserSource:
     """The analysis of one user file: the digest of its code, its imports and declarations."""
 
     digest: str
@@ -65,7 +65,7 @@ class UserModule:
 
     name: str
     path: Path
-    source: Source
+    source: UserSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ def reached_from(location: str) -> list[UserModule]:
     from_file = location.endswith(".py")
     location = location if from_file else present_module(location)
     search = search_folders(Path(location) if from_file else None)
-    path = Path(location) if from_file else find(location, search)
+    path = Path(location) if from_file else find_module_file(location, search)
     if path is None or not path.is_file():
         return []
     name = "" if from_file else location
@@ -164,7 +164,7 @@ def code_of(modules: Sequence[UserModule], *, key: str) -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-def changed(key: str, name: str) -> ConfigError:
+def changed_code_error(key: str, name: str) -> ConfigError:
     """Return the error for a function or file that is no longer that of the stage's key."""
     rule = "its code, or what it depends on, has changed since the stage began, and the result would mix both versions"
     return ConfigError(key, name, rule, "run again to use the new version, or restore the old one to resume")
@@ -183,7 +183,7 @@ def _check_function(spec: str, module: UserModule, key: str) -> None:
 # ---------------------------------------------------------------- where modules lie
 
 
-def find(name: str, search: Sequence[Path]) -> Path | None:
+def find_module_file(name: str, search: Sequence[Path]) -> Path | None:
     """Return the file of a module; None if it has none (a namespace package, a built-in module, a zip file)."""
     top, *rest = name.split(".")
     place = locate(top, search)
@@ -238,7 +238,7 @@ def _own(names: Sequence[str], search: Sequence[Path]) -> Iterator[tuple[str, Pa
     """Yield name and file of the user modules among the imported `names`."""
     for name in names:
         if name.split(".")[0] not in PROGRAM_PACKAGES:
-            path = find(name, search)
+            path = find_module_file(name, search)
             if path is not None and is_users_own(path):
                 yield name, path
 
@@ -251,14 +251,14 @@ def _parents(name: str) -> list[str]:
 # ---------------------------------------------------------------- what is in them
 
 
-def _source(path: Path, name: str) -> Source:
+def _source(path: Path, name: str) -> UserSource:
     if path.suffix != ".py":
-        return Source(file_digest(path), b"", (), (), None, ())
+        return UserSource(file_digest(path), b"", (), (), None, ())
     # Read each time, and not known by its status: an edit may keep size and time.
     content = path.read_bytes()
     digest, imports, declared, names, functions = analysis_of(path, name, content, _analyse_code)
     bound = None if names is None else frozenset(names)
-    return Source(digest, content, tuple(imports), tuple(declared), bound, tuple(functions))
+    return UserSource(digest, content, tuple(imports), tuple(declared), bound, tuple(functions))
 
 
 def file_digest(path: Path) -> str:
@@ -273,7 +273,7 @@ def _hashed(path: Path, status: tuple[int, ...]) -> str:
 
 
 def _analyse_code(path: Path, name: str, content: bytes) -> list[Any]:
-    """Values of the fields of a `Source` except its content."""
+    """Values of the fields of a `UserSource` except its content."""
     try:
         tree = parse_source(content, str(path))
         digest = digest_without_texts(tree) if is_ours(name) else _code_digest(content)

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from rlhf_core.config.engines import OptimizerConfig, SamplingConfig
 from rlhf_core.config.models import LoraConfig
 from rlhf_core.config.policy import LoopConfig, check_best
-from rlhf_core.config.teachers import TeacherName, Teachers, Weight
+from rlhf_core.config.teachers import TeacherName, TeacherOptions, Weight
 from rlhf_core.schema.base import Config, added_option
 from rlhf_core.types import DemonstrationsRef, PolicyRef, PromptsRef
 from stages import measured
@@ -33,7 +33,7 @@ class DivergenceConfig(Config):
     vocabulary, at its cost."""
 
 
-class DistillConfig(Teachers):
+class DistillConfig(TeacherOptions):
     """Distillation of one or several teachers into a student."""
 
     divergence: DivergenceConfig = DivergenceConfig()

@@ -8,8 +8,8 @@ from rlhf_core.errors import ConfigError
 from rlhf_core.models.architecture import length_limit, read_config
 from rlhf_core.pretrained import load_tokenizer
 from rlhf_core.stage.context import StageContext
-from rlhf_core.suites.harness import measured
-from rlhf_core.suites.results import check_rows, record
+from rlhf_core.suites.harness import harness_result
+from rlhf_core.suites.results import check_suite_rows, record_suite
 from rlhf_core.types import PolicyRef, ReportRef
 from stages.evaluate_harness import HarnessSuite, content_digests
 
@@ -48,10 +48,10 @@ def run(config: HarnessSuite, *, policy: PolicyRef, context: StageContext) -> Re
     for folder in (context.work, context.out):  # the first survives a refusal of the numbers below
         (folder / RESULTS).write_text(json.dumps(own, indent=2, default=str), encoding="utf-8")
     check_files(config, context)
-    result = measured(results, headline=config.headline)
-    check_rows(result.rows, rule="the tasks have no documents", remedy="name other tasks")
+    result = harness_result(results, headline=config.headline)
+    check_suite_rows(result.rows, rule="the tasks have no documents", remedy="name other tasks")
     facts = {"documents": len(result.rows), "versions": results["versions"], "n-shot": results["n-shot"]}
-    metrics = record(replace(result, facts=facts), kind=config.type, policy=policy.digest, context=context)
+    metrics = record_suite(replace(result, facts=facts), kind=config.type, policy=policy.digest, context=context)
     return context.commit(ReportRef, metrics=metrics)
 
 

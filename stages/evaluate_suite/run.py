@@ -27,12 +27,12 @@ from rlhf_core.suites.results import (
     UNSAFE_COMPLIANCE,
     Measured,
     check_counts,
-    check_rows,
+    check_suite_rows,
     instruction_rows,
     length_controlled,
     mean_rows,
     pass_at_k_rows,
-    record,
+    record_suite,
     refusal_rows,
     row_of,
 )
@@ -72,10 +72,10 @@ def run(
         rule = f"all {len(everything)} episodes failed; the first: {everything[0].completion.failure}"
         raise DataError("evaluate.suites", config.name, rule, "fix the environment, and generate again")
     result = measured(config, counted, opponent, reward_model, context)
-    check_rows(result.rows, rule="no prompt has a value", remedy="give the prompts of the suite labels")
+    check_suite_rows(result.rows, rule="no prompt has a value", remedy="give the prompts of the suite labels")
     facts = {"answers": len(rows), "failed": len(everything) - len(rows), "prompts": len(result.rows)}
     result = replace(result, facts=facts | dict(result.facts))
-    metrics = record(result, kind=config.type, policy=read_index(folder)["policy"], context=context)
+    metrics = record_suite(result, kind=config.type, policy=read_index(folder)["policy"], context=context)
     return context.commit(ReportRef, metrics=metrics)
 
 

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlhf_core.stage.context import StageContext
-from rlhf_core.suites.report import Suites, headline, overview, render, worst
-from rlhf_core.suites.results import REPORT, ROWS, read_rows
+from rlhf_core.suites.report import Suites, headline_metrics_of, overview, render_suites, worst
+from rlhf_core.suites.results import REPORT, ROWS, read_suite_rows
 from rlhf_core.types import ReportRef
 from stages.report_suites import ReportSuitesConfig
 
@@ -19,14 +19,14 @@ def run(config: ReportSuitesConfig, *, results: dict[str, ReportRef], context: S
     (context.out / "report.json").write_text(
         json.dumps(report | {"regressions": regressions}, indent=2, allow_nan=False), encoding="utf-8"
     )
-    (context.out / "report.html").write_text(render(report, regressions), encoding="utf-8")
+    (context.out / "report.html").write_text(render_suites(report, regressions), encoding="utf-8")
     for name in ("report.json", "report.html"):
         context.tracker.file(context.out / name, "")
     columns = ["suite", "policy", "prompt", "value", "reference", "answer", "answer of the reference"]
     context.tracker.table(
         "regressions", columns, [[row[name.replace(" ", "_")] for name in columns] for row in regressions]
     )
-    metrics = headline(report)
+    metrics = headline_metrics_of(report)
     context.metrics(0, metrics)
     return context.commit(ReportRef, metrics=metrics)
 
@@ -37,6 +37,6 @@ def read(results: Mapping[str, ReportRef], context: StageContext) -> Suites:
     for name, ref in results.items():
         suite, _, policy = name.partition("/")
         folder = context.path(ref)
-        found = json.loads((folder / REPORT).read_text(encoding="utf-8")), read_rows(folder / ROWS)
+        found = json.loads((folder / REPORT).read_text(encoding="utf-8")), read_suite_rows(folder / ROWS)
         suites.setdefault(suite, {})[policy] = found
     return suites

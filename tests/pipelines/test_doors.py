@@ -59,16 +59,16 @@ def policy_server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def prefect_server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    from pipelines.services.prefect_server import app
+    from pipelines.services.prefect_server import prefect_app
 
     monkeypatch.setenv(SERVER_AUTH, SECRET)
-    return app()
+    return prefect_app()
 
 
 def mlflow_server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    from pipelines.services.mlflow_server import app
+    from pipelines.services.mlflow_server import mlflow_app
 
-    return app()
+    return mlflow_app()
 
 
 def walked(app: Any, above: str = "") -> Iterator[Call]:

@@ -18,7 +18,7 @@ from prefect.runtime import flow_run
 
 from pipelines.execution.executor import RunOptions
 from pipelines.execution.opening import open_run, store_of
-from pipelines.execution.plan import plan
+from pipelines.execution.plan import plan_stages
 from pipelines.execution.run import run_stages
 from pipelines.flows.full import lifecycle
 from pipelines.flows.profile import PipelineConfig, load_profile
@@ -261,7 +261,7 @@ def test_no_secret_is_in_anything_that_a_run_wrote_and_the_references_are(tmp_pa
     # A result is that of the reference, whatever its variable holds.
     monkeypatch.setenv("FUNCTION_SECRET", "another one 4411")
     again = load_profile(profile)
-    assert {stage.decision.action for stage in plan(again, store)} == {"HIT"}
+    assert {stage.decision.action for stage in plan_stages(again, store)} == {"HIT"}
 
 
 @pytest.mark.slow

@@ -57,10 +57,10 @@ def test_the_two_files_are_all_that_a_profile_needs(folder, tmp_path):
     (tmp_path / "short.toml").write_text(f'extends = "tiny/recipe"\n{step}')
     program = (
         "import sys, stages; stages.__path__.append(sys.argv[1])\n"
-        "from pathlib import Path\nfrom pipelines.execution.plan import plan\n"
+        "from pathlib import Path\nfrom pipelines.execution.plan import plan_stages\n"
         "from pipelines.flows.profile import load_profile\nfrom rlhf_core.store.artifacts import ArtifactStore\n"
         "config = load_profile(sys.argv[2])\n"
-        "print([one.spec.module for one in plan(config, ArtifactStore(Path(sys.argv[3]))) if one.label == 'short'])\n"
+        "print([one.spec.module for one in plan_stages(config, ArtifactStore(Path(sys.argv[3]))) if one.label == 'short'])\n"
         "print(sorted({'torch', 'stages.shorten.run'} & set(sys.modules)))\n"
     )
     given = [sys.executable, "-c", program, str(folder), str(tmp_path / "short.toml"), str(tmp_path / "store")]

@@ -250,8 +250,8 @@ def harness_results(value: Any) -> dict[str, Any]:
 
 
 def test_numbers_of_numpy_count_and_what_is_no_number_is_named():
-    from rlhf_core.suites.harness import measured
+    from rlhf_core.suites.harness import harness_result
 
-    assert measured(harness_results(np.float32(0.5)), headline="").measures["t/f1"]["mean"] == 0.5
+    assert harness_result(harness_results(np.float32(0.5)), headline="").measures["t/f1"]["mean"] == 0.5
     with pytest.raises(DataError, match=r"evaluate\.suites\.t/f1 = nan: is no finite number"):
-        measured(harness_results(float("nan")), headline="")
+        harness_result(harness_results(float("nan")), headline="")

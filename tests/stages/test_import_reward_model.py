@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipelines.execution.plan import plan
+from pipelines.execution.plan import plan_stages
 from pipelines.flows.profile import load_profile
 from rlhf_contrib.openrlhf.translate import translate
 from rlhf_core.data.chat import ChatTemplate
@@ -246,7 +246,7 @@ def test_a_profile_that_openrlhfs_script_became_imports_its_reward_model(tmp_pat
     (tmp_path / "x.toml").write_text(translation.profile)
     config = load_profile(tmp_path / "x.toml")
     assert config.import_reward_model == ImportRewardModelConfig(path=str(outside))
-    planned = plan(config, ArtifactStore(tmp_path / "store"))
+    planned = plan_stages(config, ArtifactStore(tmp_path / "store"))
     assert [stage.label for stage in planned][:3] == ["prepare_data", "import_reward_model", "ppo"]
     assert list(planned[2].spec.inputs["reward_models"]) == ["reward_model"]
 

@@ -20,7 +20,7 @@ from rlhf_core.models.initialize import initialize_llama, train_tokenizer
 from rlhf_core.models.lora import weights_digest
 from rlhf_core.runtime.ray_runtime import RayRuntime
 from rlhf_core.runtime.weight_sync import StoredWeights
-from rlhf_core.runtime.weights import pack, unpack
+from rlhf_core.runtime.weights import pack_weights, unpack_weights
 from rlhf_core.training.objectives.base import SftObjective
 from rlhf_core.types import PolicyRef, SamplingRequest, TokenSample
 from stages.ppo import PPOConfig
@@ -70,14 +70,18 @@ def received(weights: Weights) -> dict[str, torch.Tensor]:
     """Return the tensors that a train worker put into Ray's object store."""
     import ray
 
-    return {name: tensor for bucket in ray.get(list(weights.payload.refs)) for name, tensor in unpack(bucket).items()}
+    return {
+        name: tensor
+        for bucket in ray.get(list(weights.payload.refs))
+        for name, tensor in unpack_weights(bucket).items()
+    }
 
 
 def sent(tensors: dict[str, torch.Tensor]) -> Weights:
     """Return `tensors` as a train worker hands them out."""
     import ray
 
-    return Weights(payload=StoredWeights((ray.put(pack(tensors)),)), digest=weights_digest(tensors))
+    return Weights(payload=StoredWeights((ray.put(pack_weights(tensors)),)), digest=weights_digest(tensors))
 
 
 def mismatch(trainer: Trainer, sampler: Sampler) -> list[float]:

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from rlhf_core.store.artifacts import ArtifactStore
-from rlhf_core.suites.results import Measured, Row, report_of, write_rows
+from rlhf_core.suites.results import Measured, PromptRow, report_of, write_suite_rows
 from rlhf_core.types import ReportRef
 from stages.report_suites import ReportSuitesConfig
 from tests.support.workshop import Workshop
@@ -14,14 +14,14 @@ def result(
     store: ArtifactStore, folder: Path, values: list[float], *, measure: str, failures: bool = False
 ) -> ReportRef:
     rows = tuple(
-        Row(f"p{at}", "a" if at < 2 else "b", f"question {at} <script>", f"answer {value}", {measure: value})
+        PromptRow(f"p{at}", "a" if at < 2 else "b", f"question {at} <script>", f"answer {value}", {measure: value})
         for at, value in enumerate(values)
     )
     lower = (measure,) if failures else ()
     folder.mkdir(parents=True)
     report = report_of(Measured(rows, measure, lower), kind="gold", policy="d")
     (folder / "report.json").write_text(json.dumps(report))
-    write_rows(folder / "rows.jsonl", rows)
+    write_suite_rows(folder / "rows.jsonl", rows)
     return store.external(ReportRef, folder)
 
 
@@ -57,14 +57,14 @@ def test_policies_by_suites_with_differences_slices_and_regressions(store, tmp_p
 
 def win_rates(store: ArtifactStore, folder: Path, values: list[float], opponent: str) -> ReportRef:
     rows = tuple(
-        Row(f"p{at}", "a" if at < 2 else "b", f"question {at}", f"answer {value}", {"win_rate": value})
+        PromptRow(f"p{at}", "a" if at < 2 else "b", f"question {at}", f"answer {value}", {"win_rate": value})
         for at, value in enumerate(values)
     )
     found = {"length_controlled_win_rate": {"mean": 0.5, "low": 0.4, "high": 0.6, "prompts": 4.0}}
     result = Measured(rows, "length_controlled_win_rate", (), found, {"opponent": opponent})
     folder.mkdir(parents=True)
     (folder / "report.json").write_text(json.dumps(report_of(result, kind="judge", policy="d")))
-    write_rows(folder / "rows.jsonl", rows)
+    write_suite_rows(folder / "rows.jsonl", rows)
     return store.external(ReportRef, folder)
 
 

@@ -11,7 +11,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import pytest
 
-from pipelines.execution.plan import plan
+from pipelines.execution.plan import plan_stages
 from pipelines.flows.profile import load_profile
 from pipelines.prefect_flows.stage_flows import STAGE_FLOWS
 from rlhf_core.stage.code import module_digests
@@ -82,7 +82,7 @@ def test_the_keys_of_a_pipeline_are_what_they_were(tmp_path, monkeypatch):
     for variable in ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI"):
         monkeypatch.delenv(variable, raising=False)
     found = {}
-    for planned in plan(load_profile("tiny/full"), ArtifactStore(tmp_path / "store")):
+    for planned in plan_stages(load_profile("tiny/full"), ArtifactStore(tmp_path / "store")):
         payload = key_payload(planned.spec)
         assert ("code" in payload) == (STAGES[planned.spec.name].code == "strict")
         found[planned.label] = payload_key({name: part for name, part in payload.items() if name != "code"})[:16]
@@ -92,9 +92,9 @@ def test_the_keys_of_a_pipeline_are_what_they_were(tmp_path, monkeypatch):
 def test_planning_imports_no_stage_and_nothing_that_computes(tmp_path):
     program = (
         "import json, sys\nfrom pathlib import Path\n"
-        "from pipelines.execution.plan import plan\nfrom pipelines.flows.profile import load_profile\n"
+        "from pipelines.execution.plan import plan_stages\nfrom pipelines.flows.profile import load_profile\n"
         "from rlhf_core.store.artifacts import ArtifactStore\n"
-        "assert plan(load_profile('tiny/full'), ArtifactStore(Path(sys.argv[1])))\n"
+        "assert plan_stages(load_profile('tiny/full'), ArtifactStore(Path(sys.argv[1])))\n"
         "print(json.dumps(sorted(sys.modules)))"
     )
     made = subprocess.run(

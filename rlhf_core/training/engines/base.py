@@ -27,7 +27,7 @@ from rlhf_core.models.parts import open_parts
 from rlhf_core.training.adamw import ClippedAdamW, parameter_groups
 from rlhf_core.training.engines.deepspeed_setup import quiet, set_environment
 from rlhf_core.training.engines.offload import module_tensors, optimizer_tensors
-from rlhf_core.training.sequence_parallel import spread
+from rlhf_core.training.sequence_parallel import spread_rows
 from rlhf_core.training.state import load_training_state, local_device, rank_and_world, training_state
 
 # ---------------------------------------------------------------- Implement the plain engine: one process, torch autograd, clipped AdamW
@@ -229,7 +229,7 @@ def _open_deepspeed(
         if config.gradient_checkpointing and trained:
             checkpoint_activations(module)
         if config.sequence_parallel > 1:
-            spread(module, config.sequence_parallel)
+            spread_rows(module, config.sequence_parallel)
     return engine
 
 
@@ -259,7 +259,7 @@ def _load(spec: ModelSpec, config: TrainerConfig, *, dtype: str, trained: bool, 
     )
     module = _prepare(module, spec, config, trained=trained)
     if config.sequence_parallel > 1:
-        spread(module, config.sequence_parallel)
+        spread_rows(module, config.sequence_parallel)
     return module
 
 

@@ -48,7 +48,7 @@ from rlhf_core.training.engines.deepspeed_setup import deepspeed_config, quiet
 from rlhf_core.training.engines.offload import module_tensors, optimizer_tensors
 from rlhf_core.training.engines.tensor_parallel import check_partition, partition_settings, sum_head_norms, whole_layers
 from rlhf_core.training.state import (
-    copied,
+    copy_tensors,
     engine_settings,
     join,
     keep_in_memory,
@@ -251,7 +251,7 @@ class DeepSpeedEngine:
         to_take = _replace(
             self._engine.checkpoint_engine,
             save=lambda state_dict, path: states.update(
-                {Path(path): copied(state_dict, in_place=self.writes_in_place)}
+                {Path(path): copy_tensors(state_dict, in_place=self.writes_in_place)}
             ),
         )
         with quiet(), to_take:

@@ -13,7 +13,7 @@ from pipelines.cli import chat
 from pipelines.cli.chat import talk
 from pipelines.cli.find_model import find_model, find_policy
 from pipelines.cli.main import EXIT_REFUSED, main
-from pipelines.execution.run import policies_of
+from pipelines.execution.run import model_digests
 from pipelines.services.home import Home
 from pipelines.services.policy_server import ServingNote
 from pipelines.services.run_notes import new_note
@@ -93,7 +93,7 @@ def test_a_label_means_the_policy_of_the_newest_run_that_has_one(store, home):
     remove_tree(store.layout.object(second))
     assert find_policy("ppo", "", store, home)[0].digest == first
     helpful, _ = made("d", RewardModelRef, "reward_model"), made("e", RewardModelRef, "reward_model")
-    noted("tiny/full", **policies_of({"reward_model": RewardModelRef(uri="", digest=helpful)}))
+    noted("tiny/full", **model_digests({"reward_model": RewardModelRef(uri="", digest=helpful)}))
     model, line = find_model(RewardModelRef, "reward_model", "", store, home)
     assert model.digest == helpful and "of the run run of tiny/full" in line
 

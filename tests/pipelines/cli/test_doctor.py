@@ -124,7 +124,7 @@ def test_the_network_is_the_one_that_nccl_would_take(libraries, locked, variable
     monkeypatch.setattr(doctor, "tcp_interfaces", lambda: ["eth0"])
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    found, said, remedy = doctor.network(tmp_path)
+    found, said, remedy = doctor.nccl_network(tmp_path)
     assert found is good and text in said and bool(remedy) is not good
 
 
@@ -159,13 +159,13 @@ def test_what_keeps_nccl_from_infiniband_is_named_with_the_remedy(without, text,
     monkeypatch.setattr(doctor.ctypes.util, "find_library", lambda name: name if name == "ibverbs" else None)
     monkeypatch.setattr(doctor, "tcp_interfaces", lambda: ["eth0"])
     monkeypatch.setattr(doctor, "may_lock_all", lambda: True)
-    assert doctor.network(tmp_path)[0]
+    assert doctor.nccl_network(tmp_path)[0]
     if without:
         for path in tmp_path.glob(without):
             path.unlink()
     else:  # root may open all files
         monkeypatch.setattr(doctor.os, "open", refuse)
-    good, said, advice = doctor.network(tmp_path)
+    good, said, advice = doctor.nccl_network(tmp_path)
     assert not good and "NCCL would take TCP over eth0, " + text.replace("ROOT", str(tmp_path)) in said
     assert remedy in advice
 
@@ -175,7 +175,7 @@ def test_a_device_that_opens_is_taken_without_the_others(tmp_path, monkeypatch):
     port(tmp_path, "mlx5_1", "4: ACTIVE", "InfiniBand")
     (tmp_path / "dev/infiniband/uverbs0").unlink()
     monkeypatch.setattr(doctor.ctypes.util, "find_library", lambda name: name if name == "ibverbs" else None)
-    good, said, _ = doctor.network(tmp_path)
+    good, said, _ = doctor.nccl_network(tmp_path)
     assert not good and said.startswith("NCCL would take mlx5_1 (InfiniBand), not mlx5_0 (InfiniBand): /")
 
 
@@ -184,7 +184,7 @@ def test_a_process_with_ipc_lock_locks_as_much_as_it_needs_whatever_the_limit(tm
     monkeypatch.setattr(doctor.ctypes.util, "find_library", lambda name: name if name == "ibverbs" else None)
     monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (SMALL, SMALL))
     monkeypatch.setattr(doctor, "may_lock_all", lambda: True)
-    assert doctor.network(tmp_path) == (True, "NCCL would take mlx5_0 (InfiniBand)", "")
+    assert doctor.nccl_network(tmp_path) == (True, "NCCL would take mlx5_0 (InfiniBand)", "")
 
 
 @pytest.mark.parametrize(("capabilities", "expected"), [("0000000000004000", True), ("00000000a80425fb", False)])

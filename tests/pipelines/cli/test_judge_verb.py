@@ -7,16 +7,16 @@ import uvicorn
 from starlette.testclient import TestClient
 
 from pipelines.cli import judge_verb
-from pipelines.cli.judge_verb import chosen, page_of
+from pipelines.cli.judge_verb import choose_queue, page_of
 from pipelines.cli.main import main
 from rlhf_contrib.serve.reward_verb import listening
 from rlhf_core.errors import ConfigError
 from rlhf_core.http.serving import limited
 from rlhf_core.tracking.mlflow_client import create_database
-from rlhf_core.tracking.review_queues import Question, ReviewedQueue, ReviewItem, ReviewQueues, review_queue
+from rlhf_core.tracking.review_queues import ReviewedQueue, ReviewItem, ReviewQuestion, ReviewQueues, review_queue
 from tests.support.browser import CHROMIUM, DRIVER, browser, keep_picture
 
-QUESTION = Question("preferred", "Which is better?", ("A", "B", "tie", "both bad"))
+QUESTION = ReviewQuestion("preferred", "Which is better?", ("A", "B", "tie", "both bad"))
 ITEMS = [ReviewItem(f"c{n}", f"Request {n}", f"### A\n\ngood {n}\n\n---\n\n### B\n\nbad {n}") for n in range(3)]
 
 
@@ -87,13 +87,13 @@ def queue(name, user, done, created=0.0):
 
 def test_the_queue_of_an_annotator_is_the_newest_that_is_not_finished():
     queues = [queue("ada x1", "ada", 3, 1), queue("ada x2", "ada", 1, 2), queue("ada x3", "ada", 3, 3)]
-    assert chosen("ada", queues).name == chosen("", queues).name == "ada x2"
-    assert chosen("ada x1", queues).name == "ada x1"
-    assert chosen("", queues[::2]).name == "ada x3"  # finished, and may be changed
+    assert choose_queue("ada", queues).name == choose_queue("", queues).name == "ada x2"
+    assert choose_queue("ada x1", queues).name == "ada x1"
+    assert choose_queue("", queues[::2]).name == "ada x3"  # finished, and may be changed
     with pytest.raises(ConfigError, match="annotator = '': several have a queue; choose from ada, bob"):
-        chosen("", [*queues, queue("bob x2", "bob", 0)])
+        choose_queue("", [*queues, queue("bob x2", "bob", 0)])
     with pytest.raises(ConfigError, match=r"annotator = 'adda': has no queue; did you mean ada\?"):
-        chosen("adda", queues)
+        choose_queue("adda", queues)
 
 
 def test_without_judgments_to_make_nothing_is_made(tmp_path, monkeypatch, capsys):

@@ -308,6 +308,7 @@ def test_the_store_of_a_profile_or_a_folder_can_be_looked_at(here, capsys):
         "import pipelines.cli.main",
         f"import {', '.join(sorted({place.partition(':')[0] for place in VERBS.values()}))}",
         "import sys, pipelines.execution.local; assert 'numpy' not in sys.modules",  # the imports of a plan
+        "import sys; from pipelines.cli.main import _parser; _parser('plan'); assert 'pydantic' not in sys.modules",  # help
     ],
 )
 def test_no_engine_is_imported_before_it_is_needed(verb):

@@ -30,7 +30,7 @@ def test_a_run_is_recorded_on_the_users_own_server_and_none_is_started(home, pre
     ]
     monkeypatch.setattr(os, "environ", os.environ.copy())
     monkeypatch.delenv("RLHF_OWN_SETTINGS")  # so it is the user's
-    monkeypatch.setattr(run_command, "private_server", lambda home: pytest.fail("a server of our own"))
+    monkeypatch.setattr("pipelines.services.reconcile.private_server", lambda home: pytest.fail("a server of our own"))
     with run_command.prefect_server(home) as server:
         assert server is None and os.environ["PREFECT_API_URL"] == theirs
     assert run_command.is_watched(home)

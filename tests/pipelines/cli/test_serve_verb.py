@@ -22,8 +22,8 @@ def two_runs(home: Home, monkeypatch: pytest.MonkeyPatch) -> list[Home]:
     """A run in a terminal and one of a deployment, which use the services; return the folders whose services stopped."""
     stopped: list[Home] = []
     monkeypatch.setenv("RLHF_HOME", str(home.root))
-    monkeypatch.setattr(serve_verb.servers, "down", lambda home: bool(stopped.append(home) or stopped))
-    Services(mlflow_client.tags(), 4200, 5000, ready=True).write(home)
+    monkeypatch.setattr(serve_verb.servers, "stop_services", lambda home: bool(stopped.append(home) or stopped))
+    Services(mlflow_client.owner_tags(), 4200, 5000, ready=True).write(home)
     for name, profile in (("tiny", "tiny/full"), ("nightly", "")):
         note = new_note(home, name, profile=profile, digest="d", overrides=[], until="", store=home.store)
         note.change(state="Running")

@@ -6,7 +6,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from pipelines.cli.main import EXIT_BLOCKED, EXIT_OVER_BUDGET, EXIT_WAITING, main
-from pipelines.execution.approving import Meant, answer_gate, chosen
+from pipelines.execution.approving import Meant, answer_gate, choose_request
 from pipelines.execution.executor import RunOptions
 from pipelines.execution.opening import open_run
 from pipelines.execution.resume import Resumption
@@ -118,13 +118,13 @@ def test_an_answer_that_might_be_about_a_settled_question_is_refused():
         return GateRequest(question, (Asker(run="mini", asked=f"2026-01-0{at}T00:00:00+00:00"),), answers)
 
     meant, settled = Meant("mini", "quality"), asked("d2", "2", said)
-    assert chosen([settled], meant, run="mini") == settled  # somebody thinks better of it
+    assert choose_request([settled], meant, run="mini") == settled  # somebody thinks better of it
     newer = asked("d1", "3")
-    assert chosen([settled, newer], meant, run="mini") == newer
+    assert choose_request([settled, newer], meant, run="mini") == newer
     older = asked("d1", "1")
     with pytest.raises(ConfigError, match=rf"has 2 questions: {older.id[:12]} \(open, .*answered: approved by ada"):
-        chosen([older, settled], meant, run="mini")
-    assert chosen([older, settled], Meant("mini", "quality", artifact="d2"), run="mini") == settled
+        choose_request([older, settled], meant, run="mini")
+    assert choose_request([older, settled], Meant("mini", "quality", artifact="d2"), run="mini") == settled
 
 
 def test_the_profile_that_asked_about_a_settled_question_does_not_hide_an_open_one():
@@ -136,10 +136,10 @@ def test_the_profile_that_asked_about_a_settled_question_does_not_hide_an_open_o
 
     settled, other, meant = asked("d1", "p1", said), asked("d2", "p2"), Meant("mini", "quality")
     with pytest.raises(ConfigError, match=rf"has 2 questions: {other.id[:12]} \(open, .*{settled.id[:12]} \(answered"):
-        chosen([settled, other], meant, run="mini", profile="p1")
-    assert chosen([settled, other], meant, run="mini", profile="p2") == other
+        choose_request([settled, other], meant, run="mini", profile="p1")
+    assert choose_request([settled, other], meant, run="mini", profile="p2") == other
     settled_too = asked("d2", "p2", said)
-    assert chosen([settled, settled_too], meant, run="mini", profile="p1") == settled  # nothing is open
+    assert choose_request([settled, settled_too], meant, run="mini", profile="p1") == settled  # nothing is open
 
 
 @pytest.mark.parametrize(("state", "resumed"), [("Waiting", True), ("Cancelled", False), ("Blocked", False)])
@@ -147,12 +147,12 @@ def test_the_form_starts_only_a_run_that_waits(monkeypatch, state, resumed):
     client = MagicMock()
     client.__enter__.return_value.read_flow_run.return_value.state.name = state
     monkeypatch.setattr(waiting, "get_client", lambda **_: client)
-    monkeypatch.setattr(waiting, "resume", lambda run, *, served: Resumption("scheduled", "it goes on"))
-    said = waiting.go_on(["7d0cba3e-3c5b-4d37-94a0-9b7c5fa8b0a4"])
+    monkeypatch.setattr(waiting, "resume_flow_run", lambda run, *, served: Resumption("scheduled", "it goes on"))
+    said = waiting.resume_waiting_runs(["7d0cba3e-3c5b-4d37-94a0-9b7c5fa8b0a4"])
     assert (said == "it goes on") is resumed
-    assert waiting.go_on(["f1"]).startswith("run the same command again")
+    assert waiting.resume_waiting_runs(["f1"]).startswith("run the same command again")
     twice = ["7d0cba3e-3c5b-4d37-94a0-9b7c5fa8b0a4", "7d0cba3e-3c5b-4d37-94a0-9b7c5fa8b0a5"] * 2
-    assert (waiting.go_on(twice) == "it goes on; it goes on") is resumed  # each run that asked, once
+    assert (waiting.resume_waiting_runs(twice) == "it goes on; it goes on") is resumed  # each run that asked, once
 
 
 @pytest.mark.parametrize(

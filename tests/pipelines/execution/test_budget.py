@@ -10,7 +10,7 @@ import pytest
 from pipelines.execution.budget import Budget, cpus_of, gpus_of
 from pipelines.execution.executor import RunOptions, StageOutcome
 from pipelines.execution.opening import open_run, store_of
-from pipelines.execution.plan import plan
+from pipelines.execution.plan import plan_stages
 from pipelines.execution.run import run_stages
 from pipelines.flows.graph import Stages
 from pipelines.flows.profile import PipelineConfig, load_profile
@@ -175,7 +175,7 @@ def test_a_stage_is_asked_to_save_when_the_hours_are_spent_and_a_higher_budget_g
 
 def test_pairs_beyond_the_budget_are_refused_by_the_plan(store):
     def planned(*overrides: str) -> int:
-        return len(plan(load_profile("tiny/online", overrides), store))
+        return len(plan_stages(load_profile("tiny/online", overrides), store))
 
     # 300 pairs a round, a tenth of them again, and a twentieth as many attention checks: 345 in each of three rounds.
     with pytest.raises(

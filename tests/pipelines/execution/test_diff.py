@@ -8,11 +8,11 @@ import pytest
 from pipelines.cli.diff_verb import _print_stages
 from pipelines.cli.main import EXIT_REFUSED, main
 from pipelines.execution.diff import (
-    Answer,
+    AnswerPair,
     Difference,
     Side,
-    answers,
     config_differences,
+    different_answers,
     first_difference,
     metric_differences,
     not_compared,
@@ -109,8 +109,8 @@ def test_only_metrics_that_differ_are_compared_with_their_intervals(store, two):
 
 def test_answers_to_the_same_prompts_stand_side_by_side_where_they_differ(store, two):
     ours, theirs = (of_artifact(digest, store) for digest in two)
-    assert answers(ours, theirs, 3) == [Answer("Question 2?", "No.", "Never.")]
-    assert answers(ours, theirs, 0) == answers(ours, ours, 3) == []
+    assert different_answers(ours, theirs, 3) == [AnswerPair("Question 2?", "No.", "Never.")]
+    assert different_answers(ours, theirs, 0) == different_answers(ours, ours, 3) == []
 
 
 def test_an_earlier_policy_does_not_answer_for_one_that_is_not_made(store):
@@ -123,10 +123,10 @@ def test_an_earlier_policy_does_not_answer_for_one_that_is_not_made(store):
     stages = {label: of_record(record) for label, record in records.items() if record is not None}
     planned = {label: replace(stage, record=None) for label, stage in stages.items() if "ppo" in label}
     whole, half = Side("whole", store, stages), Side("half", store, stages | planned)
-    assert answers(whole, half, 3) == answers(half, whole, 3) == []
+    assert different_answers(whole, half, 3) == different_answers(half, whole, 3) == []
     # Two policies, each with its own evaluation, are compared by what each answered last.
     ours, theirs = (of_artifact(ref.digest, store) for ref in (sft, ppo))
-    assert answers(ours, theirs, 3) == [Answer("Question 0?", "Yes.", "No.")]
+    assert different_answers(ours, theirs, 3) == [AnswerPair("Question 0?", "Yes.", "No.")]
 
 
 def test_profiles_differ_by_their_keys_before_anything_has_run(tmp_path, home):
@@ -141,7 +141,7 @@ def test_profiles_differ_by_their_keys_before_anything_has_run(tmp_path, home):
     assert config_differences(ours, theirs) == [("ppo.steps", "1", "3"), ("ppo.kl.coef", "0.05", "0.2")]
     found = stage_differences(ours, theirs)
     assert found == [Difference("ppo", ("ppo.steps: 1 -> 3", "ppo.kl.coef: 0.05 -> 0.2"))]
-    assert metric_differences(ours, theirs) == answers(ours, theirs, 3) == []
+    assert metric_differences(ours, theirs) == different_answers(ours, theirs, 3) == []
     assert set(not_compared(ours, theirs).values()) == {"not made yet"}
     assert list(not_compared(ours, theirs)) == list(ours.stages)
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from pipelines.execution.executor import RunOptions
-from pipelines.execution.gates import judged
+from pipelines.execution.gates import judge_metric
 from pipelines.execution.opening import open_run, results_if_all_cached, store_of
-from pipelines.execution.plan import PlannedStage, plan
+from pipelines.execution.plan import PlannedStage, plan_stages
 from pipelines.execution.run import run_stages
 from pipelines.flows.graph import Stages
 from pipelines.flows.profile import PipelineConfig, load_profile
@@ -58,7 +58,7 @@ class Trial:
 
     def plan(self, rules: str, *overrides: str, until: str = "") -> dict[str, PlannedStage]:
         config = self.config(rules, *overrides)
-        planned = plan(config, store_of(config, self.home), pipeline=three_toys, until=until)
+        planned = plan_stages(config, store_of(config, self.home), pipeline=three_toys, until=until)
         return {stage.label: stage for stage in planned}
 
     @property
@@ -112,7 +112,7 @@ def test_a_run_of_hits_with_a_gate_after_its_last_stage_is_not_taken_as_finished
         rules = BLOCK.replace("first", "alone").replace("2.0", value)
         config = trial.config(rules)
         store = store_of(config, trial.home)
-        planned = plan(config, store, pipeline=three_toys)
+        planned = plan_stages(config, store, pipeline=three_toys)
         assert {stage.decision.action for stage in planned} == {"HIT"}
         found = results_if_all_cached(planned, store, Notes(), strict=Strictness())
         assert (found is not None) is taken
@@ -220,10 +220,10 @@ def test_an_unknown_label_is_refused_before_anything_is_computed(trial):
 )
 def test_a_number_of_few_prompts_passes_no_gate(metric, known, said):
     gate = GateConfig(after="first", metric=metric, op=">=", value=0.5)
-    holds, why = judged(gate, 0, known)
+    holds, why = judge_metric(gate, 0, known)
     assert holds is not bool(said) and said in why
     fewer = GateConfig(after="first", metric=metric, op=">=", value=0.5, least_prompts=1)
-    assert judged(fewer, 0, known)[0] is (metric in known)
+    assert judge_metric(fewer, 0, known)[0] is (metric in known)
     assert "least_prompts" not in gate.model_dump(mode="json")  # an approval that was given still holds
 
 
@@ -254,7 +254,7 @@ def test_a_gate_that_cannot_be_judged_is_refused(trial, rules, said):
 
 
 def test_a_gate_after_a_report_holds_back_what_the_report_judges(store):
-    from pipelines.execution.gates import guarded
+    from pipelines.execution.gates import artifacts_behind
 
     before, after = (RewardModelRef(uri=f"store://{name}", digest=name) for name in ("a" * 64, "b" * 64))
     inputs = {"reward_models": {"before": before, "after": after}}
@@ -262,6 +262,6 @@ def test_a_gate_after_a_report_holds_back_what_the_report_judges(store):
         CompareRewardModelsConfig(), inputs, label="online/round_1/compare", seed=1, engines={}
     )
     report = ReportRef(uri="store://" + "c" * 64, digest="c" * 64)
-    assert list(guarded(spec, report)) == [report, after]
+    assert list(artifacts_behind(spec, report)) == [report, after]
     alone = dataclasses.replace(spec, inputs={"reward_models": {"reward_model": after}})
-    assert list(guarded(alone, report)) == [report]
+    assert list(artifacts_behind(alone, report)) == [report]

@@ -8,7 +8,7 @@ import pytest
 from pipelines.execution.executor import RunContext, RunOptions
 from pipelines.execution.local import LocalExecutor
 from pipelines.execution.opening import is_watched, open_executor, plan_run, results_if_all_cached, store_of
-from pipelines.execution.plan import PlannedStage, plan
+from pipelines.execution.plan import PlannedStage, plan_stages
 from pipelines.flows.full import lifecycle
 from pipelines.flows.profile import load_profile
 from pipelines.services.home import Home
@@ -60,7 +60,7 @@ def test_the_store_is_the_profiles_or_the_state_folders(tmp_path, home):
 def planned_toys(tmp_path: Path, home: Home) -> tuple[list[PlannedStage], ArtifactStore]:
     config = load_profile(write_mini(tmp_path))
     store = store_of(config, home)
-    return plan(config, store, pipeline=two_toys), store
+    return plan_stages(config, store, pipeline=two_toys), store
 
 
 def test_what_is_all_there_is_taken_and_told_like_a_run(tmp_path, home):

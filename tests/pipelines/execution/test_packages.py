@@ -9,7 +9,7 @@ import pytest
 
 from pipelines.execution import packages
 from pipelines.execution.packages import FUNCTIONS, NEEDS, missing_packages
-from pipelines.execution.plan import PlannedStage, plan
+from pipelines.execution.plan import PlannedStage, plan_stages
 from pipelines.flows.profile import load_profile
 from rlhf_core.config.agents import VerifiersAgent
 from rlhf_core.errors import ConfigError
@@ -63,7 +63,7 @@ def planned(tmp_path, option: str, *, lacks: str, monkeypatch, here: bool = True
     rows = [{"prompt": f"{at} + 1?", "completion": f"{at + 1}", "label": f"{at + 1}"} for at in range(20)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = f'prepare_data.data = {{type = "files", sources = [{SOURCE.format(tmp_path)}]}}'
-    return plan(load_profile("tiny/rlvr", [data, option]), ArtifactStore(tmp_path / "store"), here=here)
+    return plan_stages(load_profile("tiny/rlvr", [data, option]), ArtifactStore(tmp_path / "store"), here=here)
 
 
 @pytest.mark.parametrize(("module", "option", "remedy"), OPTIONS)

@@ -1,6 +1,6 @@
 import pytest
 
-from pipelines.execution.plan import engines_needed, plan
+from pipelines.execution.plan import engines_needed, plan_stages
 from pipelines.flows.graph import Stages
 from pipelines.flows.profile import load_profile, profile_names
 from rlhf_core.errors import ConfigError
@@ -20,7 +20,7 @@ def make_first(store: ArtifactStore, seed: int) -> None:
 
 
 def test_an_empty_store_plans_every_stage_of_the_tiny_pipeline_in_order(tmp_path):
-    stages = plan(load_profile("tiny/full"), ArtifactStore(tmp_path))
+    stages = plan_stages(load_profile("tiny/full"), ArtifactStore(tmp_path))
     labels = [stage.label for stage in stages]
     assert labels[:4] == ["prepare_data", "sft", "reward_model", "rejection_sampling/generate"]
     assert labels[-2:] == ["evaluate", "publish"]
@@ -31,7 +31,7 @@ def test_an_empty_store_plans_every_stage_of_the_tiny_pipeline_in_order(tmp_path
 
 
 def test_the_rlvr_pipeline_has_no_reward_model(tmp_path):
-    labels = [stage.label for stage in plan(load_profile("tiny/rlvr"), ArtifactStore(tmp_path))]
+    labels = [stage.label for stage in plan_stages(load_profile("tiny/rlvr"), ArtifactStore(tmp_path))]
     assert labels == [
         "prepare_data",
         "sft",
@@ -44,12 +44,12 @@ def test_the_rlvr_pipeline_has_no_reward_model(tmp_path):
 
 
 def test_planning_writes_nothing_into_the_store(tmp_path):
-    plan(load_profile("tiny/full"), ArtifactStore(tmp_path / "store"))
+    plan_stages(load_profile("tiny/full"), ArtifactStore(tmp_path / "store"))
     assert [path for path in (tmp_path / "store").rglob("*") if path.is_file()] == []
 
 
 def test_until_ends_the_plan_after_that_stage(tmp_path):
-    stages = plan(load_profile("tiny/full"), ArtifactStore(tmp_path), until="sft")
+    stages = plan_stages(load_profile("tiny/full"), ArtifactStore(tmp_path), until="sft")
     assert [stage.label for stage in stages] == ["prepare_data", "sft"]
 
 
@@ -60,13 +60,13 @@ def test_a_stage_that_the_pipeline_does_not_have_is_refused(tmp_path, option):
         ConfigError,
         match=rf"--{option} = 'sfft': no such stage; this pipeline has prepare_data, sft.*; did you mean sft\?",
     ):
-        plan(load_profile("tiny/full"), ArtifactStore(tmp_path), **arguments)
+        plan_stages(load_profile("tiny/full"), ArtifactStore(tmp_path), **arguments)
 
 
 def test_a_stage_that_is_there_is_a_hit_and_the_next_one_is_decided_on_its_content(tmp_path):
     config, store = load_profile(write_mini(tmp_path)), ArtifactStore(tmp_path / "store")
     make_first(store, config.seed)
-    first, second = plan(config, store, pipeline=two_toys)
+    first, second = plan_stages(config, store, pipeline=two_toys)
     assert (first.decision.action, second.decision.action) == ("HIT", "RUN")
     assert second.decision.reason == "first run" and len(second.decision.key) == 64
     assert engines_needed([first, second]) == set()
@@ -75,7 +75,7 @@ def test_a_stage_that_is_there_is_a_hit_and_the_next_one_is_decided_on_its_conte
 def test_a_forced_stage_runs_and_leaves_those_after_it_open(tmp_path):
     config, store = load_profile(write_mini(tmp_path)), ArtifactStore(tmp_path / "store")
     make_first(store, config.seed)
-    first, second = plan(config, store, pipeline=two_toys, force=["first"])
+    first, second = plan_stages(config, store, pipeline=two_toys, force=["first"])
     assert first.decision.reason == "forced"
     assert (second.decision.reason, second.decision.key) == ("after first", "")
 
@@ -86,7 +86,7 @@ def test_the_planner_is_the_only_difference_between_a_plan_and_a_run(tmp_path):
     def pipeline(config: object, stages: Stages) -> None:
         seen.append(type(stages.run_stage.run_stage).__name__)
 
-    plan(load_profile(write_mini(tmp_path)), ArtifactStore(tmp_path / "store"), pipeline=pipeline)
+    plan_stages(load_profile(write_mini(tmp_path)), ArtifactStore(tmp_path / "store"), pipeline=pipeline)
     assert seen == ["Planner"]
 
 
@@ -100,7 +100,7 @@ def test_every_profile_plans_as_it_is_shipped(profile, tmp_path, monkeypatch):
         (tmp_path / "model" / "config.json").write_text("{}")
         (tmp_path / "questions.jsonl").write_text('{"prompt": "a"}\n')
         overrides = [f"prepare_data.model.path={tmp_path / 'model'}", "prepare_data.model.gguf_file="]
-    planned = plan(load_profile(profile, overrides), ArtifactStore(tmp_path / "store"))
+    planned = plan_stages(load_profile(profile, overrides), ArtifactStore(tmp_path / "store"))
     assert planned[0].label == "prepare_data"
     assert {stage.decision.action for stage in planned} == {"RUN"}
     sections = {stage.label.split("/")[0] for stage in planned}
@@ -129,11 +129,11 @@ def test_a_gate_on_a_number_that_its_stage_does_not_measure_is_refused(tmp_path,
         gates = f'gates=[{{after="{after}", metric="{metric}", op=">=", value=0.5}}]'
         config = load_profile(profile, [gates])
         if metric == near:
-            assert plan(config, ArtifactStore(tmp_path), until=until)
+            assert plan_stages(config, ArtifactStore(tmp_path), until=until)
             continue
         error = rf"gates\[0\]\.metric = '{wrong}': {after} measures no such number; did you mean {near}"
         with pytest.raises(ConfigError, match=error):
-            plan(config, ArtifactStore(tmp_path), until=until)
+            plan_stages(config, ArtifactStore(tmp_path), until=until)
 
 
 def test_further_trackers_must_be_installed_and_change_no_key(tmp_path, monkeypatch):
@@ -142,7 +142,7 @@ def test_further_trackers_must_be_installed_and_change_no_key(tmp_path, monkeypa
     profile, store = write_mini(tmp_path), ArtifactStore(tmp_path / "store")
     config = load_profile(profile, ['track.also=["tensorboard"]'])
     with pytest.raises(ConfigError, match=r"track.also = 'tensorboard': needs the package tensorboard"):
-        plan(config, store)
+        plan_stages(config, store)
     missing.clear()
-    before = plan(load_profile(profile), store)
-    assert [one.decision.key for one in plan(config, store)] == [one.decision.key for one in before]
+    before = plan_stages(load_profile(profile), store)
+    assert [one.decision.key for one in plan_stages(config, store)] == [one.decision.key for one in before]

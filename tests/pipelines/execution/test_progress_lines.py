@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from pipelines.execution import progress_lines
-from pipelines.execution.executor import Silent
-from pipelines.execution.progress_lines import LoggedLines
+from pipelines.execution.executor import Listeners, Silent
+from pipelines.execution.progress_lines import ProgressLines
 from pipelines.services.running import wait_for
 from rlhf_core.stage.decision import Decision
 from rlhf_core.stage.stopping import StageStopped
@@ -33,7 +33,7 @@ def test_the_log_has_the_lines_of_a_terminal_and_the_display_gets_every_event(mo
     monkeypatch.setattr(progress_lines.logger, "propagate", False)
     monkeypatch.setattr(progress_lines, "PROGRESS_EVERY_S", 1e9)
     display = Noted()
-    lines = LoggedLines(display)
+    lines = Listeners(ProgressLines(), display)
     with caplog.at_level(logging.INFO, logger=progress_lines.logger.name):
         lines.planned("sft", RUN)
         lines.started("sft", RUN)
@@ -59,14 +59,13 @@ FLOW = """
 import logging
 from prefect import flow
 from prefect.context import FlowRunContext
-from pipelines.execution.executor import Silent
-from pipelines.execution.progress_lines import LoggedLines
+from pipelines.execution.progress_lines import ProgressLines
 from rlhf_core.stage.decision import Decision
 
 @flow(name="rlhf-pipeline", persist_result=False)
 def run():
     logging.getLogger("pipelines").setLevel(logging.INFO)
-    LoggedLines(Silent()).started("sft", Decision("RUN", "first run", "k" * 64, None))
+    ProgressLines().started("sft", Decision("RUN", "first run", "k" * 64, None))
     return str(FlowRunContext.get().flow_run.id)
 
 print(run())

@@ -45,12 +45,12 @@ def foreground(
 def test_a_run_of_a_terminal_is_run_again_with_its_own_options_by_name_or_id(client):
     from prefect.states import Crashed, Failed
 
-    from pipelines.execution.resume import resume
+    from pipelines.execution.resume import resume_flow_run
 
     foreground(client, "nightly", Failed())
     newest = foreground(client, "nightly", Crashed(message="killed"))
     for wanted in ("nightly", str(newest), ""):
-        found = resume(wanted, served=False)
+        found = resume_flow_run(wanted, served=False)
         assert found.kind == "foreground" and found.request is not None
         assert found.request.parameters() == PARAMETERS
         assert found.message == f"nightly ({newest}) was Crashed (killed)"
@@ -60,8 +60,8 @@ def test_a_run_that_a_later_one_of_the_same_profile_has_finished_is_closed(clien
     """And is neither resumed again nor left Waiting: not by one of another profile, or one that ended earlier."""
     from prefect.states import Cancelled, Completed, Failed
 
-    from pipelines.execution.resume import resume
-    from pipelines.services.flow_runs import reconcile
+    from pipelines.execution.resume import resume_flow_run
+    from pipelines.services.flow_runs import reconcile_flow_runs
 
     mine = PARAMETERS | {"overrides": ["seed=11"]}
     whole = mine | {"until": ""}
@@ -70,33 +70,33 @@ def test_a_run_that_a_later_one_of_the_same_profile_has_finished_is_closed(clien
     other = foreground(client, "other", Failed(), PARAMETERS | {"overrides": ["seed=12"]})
     foreground(client, "nightly", Completed(), whole)
     later = foreground(client, "nightly", Failed(), whole)
-    closed = [str(one) for one in reconcile() if one.id in (str(waits), str(failed), str(later))]
+    closed = [str(one) for one in reconcile_flow_runs() if one.id in (str(waits), str(failed), str(later))]
     assert [one.split(":")[0] for one in closed] == [f"Prefect nightly ({run}) -> Closed" for run in (failed, waits)]
     assert {client.read_flow_run(run).state.name for run in (waits, failed)} == {"Closed"}
-    assert str(later) in resume("", served=False).message and reconcile() == []
-    assert "a later run of the same profile has finished it" in resume(str(waits)[:8], served=False).message
+    assert str(later) in resume_flow_run("", served=False).message and reconcile_flow_runs() == []
+    assert "a later run of the same profile has finished it" in resume_flow_run(str(waits)[:8], served=False).message
     assert client.read_flow_run(other).state.name == "Failed"
 
 
 def test_the_form_that_answers_a_gate_is_not_what_resume_means(client):
     from prefect.states import Failed
 
-    from pipelines.execution.resume import resume
+    from pipelines.execution.resume import resume_flow_run
 
     wanted = foreground(client, "nightly", Failed())
     foreground(client, "approve quality", Failed(), {"run": "nightly", "gate": "quality"})
-    assert str(wanted) in resume("", served=False).message
+    assert str(wanted) in resume_flow_run("", served=False).message
 
 
 def test_there_is_nothing_to_resume_of_what_completed_runs_or_waits(client):
     from prefect.states import Completed, Paused, Running
 
-    from pipelines.execution.resume import resume
+    from pipelines.execution.resume import resume_flow_run
 
     said = {}
     for state in (Completed(), Running(), Paused()):
         run = foreground(client, f"a-{state.name}-run", state)
-        found = resume(str(run), served=True)
+        found = resume_flow_run(str(run), served=True)
         assert found.kind == "nothing" and found.request is None
         said[state.name] = found.message
     assert said["Completed"].endswith("has completed: nothing to resume")
@@ -107,28 +107,28 @@ def test_there_is_nothing_to_resume_of_what_completed_runs_or_waits(client):
 def test_a_name_that_no_run_has_is_refused_with_the_one_that_was_meant(client):
     from prefect.states import Completed
 
-    from pipelines.execution.resume import ResumeError, resume
+    from pipelines.execution.resume import ResumeError, resume_flow_run
 
     foreground(client, "weekly-sweep", Completed())
     with pytest.raises(ResumeError, match="no flow run has this name or id; did you mean weekly-sweep"):
-        resume("wekly-sweep", served=True)
+        resume_flow_run("wekly-sweep", served=True)
 
 
 def test_a_run_of_another_program_is_refused(client):
     from prefect.states import Failed
 
-    from pipelines.execution.resume import ResumeError, resume
+    from pipelines.execution.resume import ResumeError, resume_flow_run
 
     run = foreground(client, "strange", Failed(), {"profile": "x"})
     with pytest.raises(ResumeError, match="is not a run of rlhf"):
-        resume(str(run), served=True)
+        resume_flow_run(str(run), served=True)
 
 
 def test_a_served_run_is_scheduled_again_and_needs_the_deployments(client):
     from prefect import flow
     from prefect.states import Crashed
 
-    from pipelines.execution.resume import ResumeError, resume
+    from pipelines.execution.resume import ResumeError, resume_flow_run
     from pipelines.services.flow_runs import home_tag
 
     @flow(name="rlhf-pipeline")
@@ -139,32 +139,32 @@ def test_a_served_run_is_scheduled_again_and_needs_the_deployments(client):
     run = client.create_flow_run_from_deployment(deployment).id
     client.set_flow_run_state(run, Crashed(), force=True)
     with pytest.raises(ResumeError, match="it runs in a deployment; start the services with `rlhf up`, then try again"):
-        resume(str(run), served=False)
-    assert resume(str(run), served=True).kind == "scheduled"
+        resume_flow_run(str(run), served=False)
+    assert resume_flow_run(str(run), served=True).kind == "scheduled"
     assert client.read_flow_run(run).state.is_scheduled()
 
 
 def test_a_run_of_another_state_folder_on_the_same_server_is_not_ours_to_resume(client, tmp_path):
     from prefect.states import Failed
 
-    from pipelines.execution.resume import ResumeError, resume
+    from pipelines.execution.resume import ResumeError, resume_flow_run
 
     ours = foreground(client, "ours", Failed())
     theirs = foreground(client, "theirs", Failed(), home=Home(tmp_path))
-    assert str(ours) in resume("", served=False).message
+    assert str(ours) in resume_flow_run("", served=False).message
     for wanted in ("theirs", str(theirs)):
         with pytest.raises(ResumeError, match="no flow run has this name or id"):
-            resume(wanted, served=False)
+            resume_flow_run(wanted, served=False)
 
 
 def test_a_run_of_an_earlier_version_is_resumed_on_our_own_server(client, monkeypatch):
     from prefect.states import Failed
 
-    from pipelines.execution.resume import ResumeError, resume
+    from pipelines.execution.resume import ResumeError, resume_flow_run
 
     run = foreground(client, "earlier", Failed(), labeled=False)
-    found = resume("earlier", served=False)
+    found = resume_flow_run("earlier", served=False)
     assert found.kind == "foreground" and str(run) in found.message
     monkeypatch.delenv("RLHF_OWN_SETTINGS")  # now its address is one that the user set
     with pytest.raises(ResumeError, match="no flow run has this name or id"):
-        resume("earlier", served=False)
+        resume_flow_run("earlier", served=False)

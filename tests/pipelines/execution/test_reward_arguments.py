@@ -6,7 +6,7 @@ import pytest
 
 from pipelines.execution.executor import RunOptions
 from pipelines.execution.opening import open_run
-from pipelines.execution.plan import PlannedStage, plan
+from pipelines.execution.plan import PlannedStage, plan_stages
 from pipelines.execution.reward_arguments import FIRST_ROWS, check_rewards
 from pipelines.flows.full import lifecycle
 from pipelines.flows.profile import PipelineConfig, load_profile
@@ -41,7 +41,7 @@ def profile(tmp_path, function: str, *overrides: str) -> PipelineConfig:
 
 
 def planned(tmp_path, function: str, *overrides: str) -> list[PlannedStage]:
-    return plan(profile(tmp_path, function, *overrides), ArtifactStore(tmp_path / "store"))
+    return plan_stages(profile(tmp_path, function, *overrides), ArtifactStore(tmp_path / "store"))
 
 
 @pytest.mark.parametrize("function", ["takes_all", "has_a_default", "of_trl", "with_solution", "partial"])

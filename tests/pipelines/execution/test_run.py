@@ -12,7 +12,7 @@ import pytest
 
 from pipelines.execution.executor import Progress, RunContext, RunOptions, StageOutcome
 from pipelines.execution.opening import open_run, store_of
-from pipelines.execution.plan import Pipeline, PlannedStage, plan
+from pipelines.execution.plan import Pipeline, PlannedStage, plan_stages
 from pipelines.execution.run import PipelineRun, run_stages
 from pipelines.flows.full import lifecycle
 from pipelines.flows.graph import Stages
@@ -110,8 +110,8 @@ def test_a_table_that_no_source_fills_is_missed_at_the_plan(tmp_path):
     with pytest.raises(
         ConfigError, match=r"prepare_data\.prompts: has no rows, and a later stage reads them; give prompts"
     ):
-        plan(config, store)
-    assert [stage.label for stage in plan(config, store, until="sft")] == ["prepare_data", "sft"]
+        plan_stages(config, store)
+    assert [stage.label for stage in plan_stages(config, store, until="sft")] == ["prepare_data", "sft"]
 
 
 def test_a_table_that_lost_all_rows_ends_the_run_before_the_next_stage(tmp_path, home, caplog):

@@ -7,7 +7,14 @@ import pytest
 
 from pipelines.execution.executor import RunContext, RunOptions, Silent, StageOutcome
 from pipelines.execution.record import record_results
-from pipelines.execution.summary import LONGEST_NAME, description, headline, headline_metrics, run_name, shown_overrides
+from pipelines.execution.summary import (
+    LONGEST_NAME,
+    description,
+    headline_metrics,
+    run_headline,
+    run_name,
+    shown_overrides,
+)
 from pipelines.flows.profile import load_profile, profile_names
 from pipelines.flows.profile_text import as_toml
 from rlhf_contrib.sweep.points import named
@@ -68,7 +75,7 @@ def test_a_run_has_the_numbers_of_its_stages_and_what_it_cost(store, tmp_path):
 def test_its_description_has_the_result_and_links_to_the_runs_that_made_its_stages(store, tmp_path):
     found = outcomes(store, tmp_path)
     model, report, published = (outcome.ref.digest[:12] for outcome in found.values())
-    assert headline(found, store) == "ppo gold 2 [1, 3]; champion v3"
+    assert run_headline(found, store) == "ppo gold 2 [1, 3]; champion v3"
     assert description(found, store).splitlines() == [
         "**ppo gold 2 [1, 3]; champion v3**",
         "",

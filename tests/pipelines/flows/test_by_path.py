@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from pipelines.cli.options import plan_options
 from pipelines.cli.plan_verbs import plan as plan_verb
-from pipelines.cli.plan_verbs import plan_options
 from pipelines.execution.executor import RunContext, RunOptions
 from pipelines.execution.opening import open_executor, open_run, plan_run, store_of
 from pipelines.execution.run import run_stages

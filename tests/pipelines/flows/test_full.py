@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.execution.plan import PlannedStage, plan
+from pipelines.execution.plan import PlannedStage, plan_stages
 from pipelines.flows.full import part
 from pipelines.flows.profile import load_profile
 from rlhf_core.errors import ConfigError
@@ -12,7 +12,7 @@ from rlhf_core.types import PreferencesRef, PreparedDataRef, ProcessRewardModelR
 
 
 def planned(tmp_path: Path, *overrides: str) -> dict[str, PlannedStage]:
-    return {stage.label: stage for stage in plan(load_profile("tiny/full", overrides), ArtifactStore(tmp_path))}
+    return {stage.label: stage for stage in plan_stages(load_profile("tiny/full", overrides), ArtifactStore(tmp_path))}
 
 
 def made_by(stage: PlannedStage, name: str) -> str:
@@ -65,7 +65,7 @@ def test_prepared_data_without_the_part_that_a_stage_needs_is_refused():
 
 def test_conditional_sft_imitates_all_answers_and_is_evaluated_on_what_it_was_taught_to_hear(tmp_path):
     config = load_profile("tiny/conditional")
-    stages = {stage.label: stage for stage in plan(config, ArtifactStore(tmp_path))}
+    stages = {stage.label: stage for stage in plan_stages(config, ArtifactStore(tmp_path))}
     assert made_by(stages["conditional_sft/sft"], "policy") == "sft"
     assert made_by(stages["conditional_sft/sft"], "demonstrations") == "conditional_sft/condition"
     assert made_by(stages["conditional_sft/ask"], "rollouts") == "conditional_sft/score"
@@ -77,14 +77,16 @@ def test_conditional_sft_imitates_all_answers_and_is_evaluated_on_what_it_was_ta
 
 def test_nothing_is_asked_where_nothing_is_evaluated(tmp_path):
     config = load_profile("tiny/conditional", ["evaluate=none"])
-    labels = [stage.label for stage in plan(config, ArtifactStore(tmp_path))]
+    labels = [stage.label for stage in plan_stages(config, ArtifactStore(tmp_path))]
     assert labels[-2:] == ["conditional_sft/condition", "conditional_sft/sft"]
 
 
 @pytest.mark.parametrize("on_policy", [False, True])
 def test_the_student_reads_prompts_on_policy_and_demonstrations_off_it(tmp_path, on_policy):
     changes = ["distill.on_policy=true", "distill.kl_weight=1"] if on_policy else []
-    stages = {stage.label: stage for stage in plan(load_profile("tiny/distill", changes), ArtifactStore(tmp_path))}
+    stages = {
+        stage.label: stage for stage in plan_stages(load_profile("tiny/distill", changes), ArtifactStore(tmp_path))
+    }
     inputs = stages["distill"].spec.inputs
     assert set(inputs) == {"policy", "teacher", "prompts" if on_policy else "demonstrations"}
     assert (made_by(stages["distill"], "policy"), made_by(stages["distill"], "teacher")) == ("prepare_data", "sft")
@@ -93,7 +95,9 @@ def test_the_student_reads_prompts_on_policy_and_demonstrations_off_it(tmp_path,
 
 def test_several_teachers_come_from_sections_and_from_outside(tmp_path, policy):
     changes = ["distill.teacher=none", "distill.teachers={big = 1.0, sft = 3.0}", f"distill.external.big.path={policy}"]
-    stages = {stage.label: stage for stage in plan(load_profile("tiny/distill", changes), ArtifactStore(tmp_path))}
+    stages = {
+        stage.label: stage for stage in plan_stages(load_profile("tiny/distill", changes), ArtifactStore(tmp_path))
+    }
     inputs = stages["distill"].spec.inputs
     assert set(inputs) == {"policy", "teachers", "demonstrations"}
     assert isinstance(inputs["teachers"], dict)
@@ -103,7 +107,7 @@ def test_several_teachers_come_from_sections_and_from_outside(tmp_path, policy):
 
 
 def test_a_process_reward_model_is_offered_to_later_stages_and_not_to_the_report(tmp_path):
-    stages = {stage.label: stage for stage in plan(load_profile("tiny/prm"), ArtifactStore(tmp_path))}
+    stages = {stage.label: stage for stage in plan_stages(load_profile("tiny/prm"), ArtifactStore(tmp_path))}
     assert made_by(stages["process_reward_model"], "policy") == "sft"
     assert made_by(stages["process_reward_model"], "steps") == "prepare_data"
     offered = stages["rejection_sampling/score"].spec.inputs["reward_models"]

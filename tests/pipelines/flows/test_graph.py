@@ -3,7 +3,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from pipelines.execution.plan import plan
+from pipelines.execution.plan import plan_stages
 from pipelines.flows.graph import Stages, agent_digests, inputs_of, reward_functions
 from pipelines.flows.profile import load_profile
 from rlhf_core.algorithms.preference.dpo import ORPOLoss, SimPOLoss
@@ -35,7 +35,7 @@ R = TypeVar("R", bound=ArtifactRef)
 
 
 def test_engines_enter_the_spec_of_the_stages_that_lease_them(tmp_path):
-    stages = {stage.label: stage.spec for stage in plan(load_profile("tiny/full"), ArtifactStore(tmp_path))}
+    stages = {stage.label: stage.spec for stage in plan_stages(load_profile("tiny/full"), ArtifactStore(tmp_path))}
     assert set(stages["ppo"].engines) == {"trainer", "sampler"}
     assert set(stages["evaluate/sft/generate"].engines) == {"sampler"}
     assert stages["prepare_data"].engines == {}
@@ -43,7 +43,7 @@ def test_engines_enter_the_spec_of_the_stages_that_lease_them(tmp_path):
 
 def test_float32_heads_are_in_the_keys_of_stages_with_rewards_under_bfloat16_alone(tmp_path):
     def marked(dtype: str) -> set[str]:
-        stages = plan(load_profile("tiny/full", [f"runtime.trainer.dtype={dtype}"]), ArtifactStore(tmp_path))
+        stages = plan_stages(load_profile("tiny/full", [f"runtime.trainer.dtype={dtype}"]), ArtifactStore(tmp_path))
         return {stage.label.rsplit("/", 1)[-1] for stage in stages if "scalar_heads" in stage.spec.engines}
 
     assert marked("float32") == set()
@@ -99,7 +99,7 @@ def handle(kind: type[R], name: str) -> R:
 
 def test_the_number_of_workers_is_no_part_of_a_spec_and_the_precision_is(tmp_path):
     def trainer(*overrides: str) -> object:
-        stages = plan(load_profile("tiny/full", overrides), ArtifactStore(tmp_path), until="sft")
+        stages = plan_stages(load_profile("tiny/full", overrides), ArtifactStore(tmp_path), until="sft")
         return stages[-1].spec.engines["trainer"]
 
     assert trainer() == trainer("runtime.train_workers=2", "runtime.trainer.micro_batch=3")
@@ -111,8 +111,8 @@ def test_episodes_that_may_outgrow_the_sampler_are_refused_in_the_plan(tmp_path)
     with pytest.raises(
         ConfigError, match=r"ppo\.agent\.max_episode_tokens = 257: the sampler takes at most 256 tokens; lower"
     ):
-        plan(load_profile("tiny/full", [agent % 257]), ArtifactStore(tmp_path))
-    assert plan(load_profile("tiny/full", [agent % 256]), ArtifactStore(tmp_path))
+        plan_stages(load_profile("tiny/full", [agent % 257]), ArtifactStore(tmp_path))
+    assert plan_stages(load_profile("tiny/full", [agent % 256]), ArtifactStore(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_episodes_that_may_outgrow_the_sampler_are_refused_in_the_plan(tmp_path)
 def test_adapters_that_cannot_be_sent_alone_are_refused_in_the_plan(tmp_path, lora, message):
     changed = ["runtime.sampler.lora_sync=adapter", *([f"ppo.lora={lora}"] if lora else [])]
     with pytest.raises(ConfigError, match=message):
-        plan(load_profile("tiny/full", changed), ArtifactStore(tmp_path))
+        plan_stages(load_profile("tiny/full", changed), ArtifactStore(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_adapters_that_cannot_be_sent_alone_are_refused_in_the_plan(tmp_path, lo
 )
 def test_experts_that_are_not_recorded_or_not_replayed_are_refused_in_the_plan(tmp_path, changes, message):
     with pytest.raises(ConfigError, match=message):
-        plan(load_profile("tiny/full", ["ppo.router_replay=true", *changes]), ArtifactStore(tmp_path))
+        plan_stages(load_profile("tiny/full", ["ppo.router_replay=true", *changes]), ArtifactStore(tmp_path))
 
 
 def test_4_bit_weights_that_zero_3_cannot_partition_are_refused_in_the_plan(tmp_path, monkeypatch):
@@ -162,13 +162,13 @@ def test_4_bit_weights_that_zero_3_cannot_partition_are_refused_in_the_plan(tmp_
         r"sft\.lora\.quantize = 'nf4': ZeRO 3 cannot partition 4-bit weights; use runtime\.trainer\.zero_stage <= 2"
     )
     with pytest.raises(ConfigError, match=message):
-        plan(load_profile("tiny/full", [quantized, "runtime.trainer.zero_stage=3"]), ArtifactStore(tmp_path))
-    assert plan(load_profile("tiny/full", [quantized, "runtime.trainer.zero_stage=2"]), ArtifactStore(tmp_path))
+        plan_stages(load_profile("tiny/full", [quantized, "runtime.trainer.zero_stage=3"]), ArtifactStore(tmp_path))
+    assert plan_stages(load_profile("tiny/full", [quantized, "runtime.trainer.zero_stage=2"]), ArtifactStore(tmp_path))
 
 
 def test_adapters_alone_are_another_result_and_their_largest_rank_is_not(tmp_path):
     def sampler(*overrides: str) -> object:
-        stages = plan(load_profile("tiny/full", ["ppo.lora={}", *overrides]), ArtifactStore(tmp_path))
+        stages = plan_stages(load_profile("tiny/full", ["ppo.lora={}", *overrides]), ArtifactStore(tmp_path))
         return next(one.spec.engines["sampler"] for one in stages if one.label == "ppo")
 
     assert sampler() == sampler("runtime.sampler.lora_sync=merged")
@@ -222,7 +222,7 @@ def test_a_missing_reward_function_is_noticed_before_the_first_stage(tmp_path, f
     with pytest.raises(
         ConfigError, match=rf"^ppo.rewards.terms.correct.function = '{function}': {re.escape(message)}$"
     ):
-        plan(config, ArtifactStore(tmp_path))
+        plan_stages(config, ArtifactStore(tmp_path))
 
 
 def test_the_files_of_an_agent_program_belong_to_a_stages_key(tmp_path):

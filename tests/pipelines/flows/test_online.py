@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.execution.plan import PENDING, PlannedStage, plan
+from pipelines.execution.plan import PENDING, PlannedStage, plan_stages
 from pipelines.flows.profile import load_profile
 from rlhf_core.errors import ConfigError
 from rlhf_core.store.artifacts import ArtifactStore
@@ -13,7 +13,7 @@ from rlhf_core.types import ArtifactRef
 
 def planned(tmp_path: Path, *overrides: str) -> dict[str, PlannedStage]:
     config = load_profile("tiny/online", overrides)
-    return {stage.label: stage for stage in plan(config, ArtifactStore(tmp_path / "store"))}
+    return {stage.label: stage for stage in plan_stages(config, ArtifactStore(tmp_path / "store"))}
 
 
 def made_from(stage: PlannedStage, name: str) -> object:

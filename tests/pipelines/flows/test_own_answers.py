@@ -2,14 +2,14 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.execution.plan import plan
+from pipelines.execution.plan import plan_stages
 from pipelines.flows.profile import load_profile
 from rlhf_core.stage.key import StageSpec
 from rlhf_core.store.artifacts import ArtifactStore
 
 
 def rounds(tmp_path: Path, *overrides: str) -> dict[str, StageSpec]:
-    stages = plan(load_profile("tiny/full", ["iterative_dpo.rounds=3", *overrides]), ArtifactStore(tmp_path))
+    stages = plan_stages(load_profile("tiny/full", ["iterative_dpo.rounds=3", *overrides]), ArtifactStore(tmp_path))
     return {stage.label: stage.spec for stage in stages}
 
 

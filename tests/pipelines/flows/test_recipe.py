@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipelines.execution.plan import all_specs, placeholder, plan
+from pipelines.execution.plan import all_specs, placeholder, plan_stages
 from pipelines.flows.checks import warn_unread
 from pipelines.flows.full import lifecycle
 from pipelines.flows.graph import Stages
@@ -533,13 +533,13 @@ def test_an_input_may_be_an_artifact_of_an_earlier_run(tmp_path):
     spec = toy_spec(ToyConfig(), label="sft")
     made, _ = execute(store, spec, runtime=NoEngines(), tracker=RecordingTracker(), progress=lambda *_: None)[:2]
     config = parse(small(more={"stage": "sft", "policy": f"store:{made.digest[:12]}"}), origin="")
-    planned = {stage.label: stage.spec for stage in plan(config, store)}
+    planned = {stage.label: stage.spec for stage in plan_stages(config, store)}
     assert planned["more"].inputs["policy"] == made
     absent = parse(small(more={"stage": "sft", "policy": "store:0123456789"}), origin="")
     with pytest.raises(
         ConfigError, match=r"recipe\.more\.policy = 'store:0123456789': a policy of this digest .* is not in the store"
     ):
-        plan(absent, store)
+        plan_stages(absent, store)
 
 
 def test_a_single_reward_model_serves_terms_that_name_none_of_the_steps() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipelines.execution.plan import PlannedStage, plan
+from pipelines.execution.plan import PlannedStage, plan_stages
 from pipelines.flows.profile import PipelineConfig, load_profile, parse
 from rlhf_core.errors import ConfigError
 from rlhf_core.store.artifacts import ArtifactStore
@@ -28,7 +28,7 @@ def profile(suites: list[dict[str, Any]], *more: str, baselines: list[dict[str, 
 
 
 def planned(tmp_path: Path, config: PipelineConfig) -> dict[str, PlannedStage]:
-    return {stage.label: stage for stage in plan(config, ArtifactStore(tmp_path / "store"))}
+    return {stage.label: stage for stage in plan_stages(config, ArtifactStore(tmp_path / "store"))}
 
 
 def made_by(stage: PlannedStage, name: str) -> str:

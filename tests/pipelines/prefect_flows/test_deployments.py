@@ -175,11 +175,11 @@ def test_the_runner_keeps_its_files_where_no_other_user_can_take_their_names(tmp
 def test_a_profile_gets_a_deployment_of_four_fields_which_is_updated_and_served(client):
     from prefect.client.schemas.sorting import DeploymentSort
 
-    from pipelines.prefect_flows.own_deployments import deploy, of_kept_profile
+    from pipelines.prefect_flows.own_deployments import make_deployment, of_kept_profile
 
     def deployed(name: str, digest: str, cron: str) -> tuple[Any, str]:
         made, stages = of_kept_profile(name, 64 * digest, ()), ["prepare_data", "sft"]
-        return deploy(made, about="`rlhf deploy team.toml`", seed=17, stages=stages, cron=cron)
+        return make_deployment(made, about="`rlhf deploy team.toml`", seed=17, stages=stages, cron=cron)
 
     found, before = deployed("team", "a", "0 2 * * *")
     made = client.read_deployment(found)

@@ -246,7 +246,9 @@ def test_a_run_that_is_retried_is_not_taken_for_that_of_the_dead_process(prefect
         assert context is not None and context.flow_run is not None
         ids.append(context.flow_run.id)
         with get_client(sync_client=True) as client:  # what the attempt that was killed had left
-            client.update_flow_run_labels(ids[0], mlflow_client.tags() | {"owner.pid": "1", "owner.pid_started": "1"})
+            client.update_flow_run_labels(
+                ids[0], mlflow_client.owner_tags() | {"owner.pid": "1", "owner.pid_started": "1"}
+            )
         config, home = load_profile(write_mini(tmp_path)), Home(tmp_path / "home").make()
         with open_run(
             config, two_toys, RunOptions(), home=home, tracker=MemoryTracker(), listener=Silent()
@@ -290,7 +292,7 @@ def test_a_blocked_run_and_an_approval_from_a_form(prefect_home, tmp_path, monke
     )
     resumed = []
     monkeypatch.setattr(
-        waiting, "resume", lambda one, *, served: resumed.append(one) or Resumption("scheduled", "it goes on")
+        waiting, "resume_flow_run", lambda one, *, served: resumed.append(one) or Resumption("scheduled", "it goes on")
     )
     assert approve(decision="approve", **given).endswith("; it goes on")
     assert resumed == [given["run"]]

@@ -9,10 +9,10 @@ from prefect import flow
 from prefect.states import Cancelled, Completed, Running
 
 from pipelines.prefect_flows import tasks
-from pipelines.prefect_flows.waiting import checked_apart, halted, note, resume_met
-from pipelines.services.flow_runs import FLOW_NAME, reconcile
+from pipelines.prefect_flows.waiting import checked_apart, halted, note_halt, resume_met
+from pipelines.services.flow_runs import FLOW_NAME, reconcile_flow_runs
 from pipelines.services.home import Home
-from pipelines.services.waits import note_wait, waiting_runs
+from pipelines.services.waits import note_condition, waiting_runs
 from rlhf_core.errors import DataError
 from rlhf_core.stage.stopping import StageWaiting
 
@@ -43,7 +43,7 @@ def all_met(home: Home, names: Sequence[str]) -> list[str]:
 
 def test_a_waiting_run_goes_on_once_when_people_are_done(home, client, deployed):
     run = deployed(halted(WAITS))
-    note(home, run, WAITS)
+    note_halt(home, run, WAITS)
     assert resume_met(home, lambda home, names: []) == []
     assert state_of(client, run) == "Waiting" and waiting_runs(home) == [str(run.id)]
     assert resume_met(home, all_met) == [str(run.id)]
@@ -59,8 +59,8 @@ def test_a_waiting_run_goes_on_once_when_people_are_done(home, client, deployed)
 def test_a_run_that_a_person_cancelled_or_resumed_is_left_alone(home, client, deployed):
     cancelled, resumed = deployed(Cancelled(message="by hand")), deployed(halted(WAITS))
     for run in (cancelled, resumed):
-        note(home, run, WAITS)
-    note_wait(home, "11111111-2222-3333-4444-555555555555", {"name": "of a deleted run"})
+        note_halt(home, run, WAITS)
+    note_condition(home, "11111111-2222-3333-4444-555555555555", {"name": "of a deleted run"})
 
     def meanwhile(home: Home, names: Sequence[str]) -> Sequence[str]:
         client.set_flow_run_state(resumed.id, Running(), force=True)
@@ -73,14 +73,14 @@ def test_a_run_that_a_person_cancelled_or_resumed_is_left_alone(home, client, de
 
 def test_reconcile_leaves_a_waiting_run_alone(home, client, deployed):
     run = deployed(halted(WAITS))
-    assert str(run.id) not in [corrected.id for corrected in reconcile()]
+    assert str(run.id) not in [corrected.id for corrected in reconcile_flow_runs()]
     assert state_of(client, run) == "Waiting"
 
 
 def test_only_runs_of_deployments_are_noted(home, client, deployed):
     run = deployed(halted(WAITS))
-    note(home, run.model_copy(update={"deployment_id": None}), WAITS)
-    note(home, run, StageWaiting("waits for something that nobody can check"))
+    note_halt(home, run.model_copy(update={"deployment_id": None}), WAITS)
+    note_halt(home, run, StageWaiting("waits for something that nobody can check"))
     assert waiting_runs(home) == []
 
 
@@ -88,18 +88,18 @@ def test_a_run_that_went_on_and_waits_at_a_gate_is_not_started_again_for_the_peo
     home, client, deployed
 ):
     run = deployed(halted(WAITS))
-    note(home, run, WAITS)
+    note_halt(home, run, WAITS)
     assert resume_met(home, all_met) == [str(run.id)]
     gate = StageWaiting("WAITING at gate quality: `rlhf approve mini quality`")
     client.set_flow_run_state(run.id, halted(gate), force=True)
-    note(home, run, gate)
+    note_halt(home, run, gate)
     assert resume_met(home, all_met) == [] and waiting_runs(home) == []
     assert state_of(client, run) == "Waiting"
 
 
 def test_the_check_is_a_process_of_its_own(home, tmp_path, monkeypatch):
     monkeypatch.setenv("RLHF_HOME", str(home.root))
-    note_wait(home, "run-1", {"not": "a condition"})
+    note_condition(home, "run-1", {"not": "a condition"})
     assert checked_apart(home, ["run-1"], tmp_path / "log") == []
     assert "flow run run-1" in (tmp_path / "log").read_text()
 

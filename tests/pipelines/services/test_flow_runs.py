@@ -52,7 +52,7 @@ def started(
     flow_run = client.create_flow_run(a_flow(name), state=state or prefect_running())
     if changes is not None:
         label = {"rlhf.home": (home or Home.here()).identity}
-        client.update_flow_run_labels(flow_run.id, mlflow_client.tags() | label | changes)
+        client.update_flow_run_labels(flow_run.id, mlflow_client.owner_tags() | label | changes)
     return flow_run.id
 
 
@@ -87,13 +87,13 @@ def a_task_of(client: Any, flow_run: Any) -> Any:
 def test_a_run_whose_process_is_gone_is_crashed_with_its_tasks_and_others_are_left_alone(client):
     from prefect.states import Paused
 
-    from pipelines.services.flow_runs import reconcile
+    from pipelines.services.flow_runs import reconcile_flow_runs
 
     dead, alive, unknown = started(client, DEAD), started(client, {}), started(client, None)
     elsewhere = started(client, DEAD | {"owner.host": "elsewhere"})
     waiting = started(client, DEAD, Paused())
     task_run = a_task_of(client, dead)
-    (corrected,) = reconcile()
+    (corrected,) = reconcile_flow_runs()
     assert (corrected.id, corrected.state) == (str(dead), "Crashed")
     assert "process 1 on" in str(corrected) and "ended without reporting a result; run it again and it resumes" in str(
         corrected
@@ -101,18 +101,18 @@ def test_a_run_whose_process_is_gone_is_crashed_with_its_tasks_and_others_are_le
     assert client.read_flow_run(dead).state.name == client.read_task_run(task_run).state.name == "Crashed"
     states = [client.read_flow_run(left).state.name for left in (alive, unknown, elsewhere, waiting)]
     assert states == ["Running", "Running", "Running", "Paused"]
-    assert reconcile() == []
+    assert reconcile_flow_runs() == []
 
 
 def test_a_run_that_was_just_started_again_is_not_judged_by_the_labels_of_the_dead_process(client):
-    from pipelines.services.flow_runs import own, reconcile
+    from pipelines.services.flow_runs import own, reconcile_flow_runs
 
     retried = started(client, DEAD | {"owner.run_count": "0"})  # its start is the first: the labels are older
-    assert reconcile() == []
+    assert reconcile_flow_runs() == []
     own(retried)
     labels = client.read_flow_run(retried).labels
-    assert (labels["owner.pid"], labels["owner.run_count"]) == (mlflow_client.tags()["owner.pid"], "1")
-    assert reconcile() == []
+    assert (labels["owner.pid"], labels["owner.run_count"]) == (mlflow_client.owner_tags()["owner.pid"], "1")
+    assert reconcile_flow_runs() == []
 
 
 @pytest.mark.parametrize(("end", "expected"), [("Completed", "Completed"), ("Failed", "Crashed")])
@@ -124,9 +124,9 @@ def test_a_task_that_outlives_its_flow_run_on_the_page_is_ended(client, end, exp
     flow_run = started(client, {})
     task_run = a_task_of(client, flow_run)
     client.set_flow_run_state(flow_run, getattr(states, end)(), force=True)
-    assert flow_runs.reconcile() == [], "its own end may still be on its way"
+    assert flow_runs.reconcile_flow_runs() == [], "its own end may still be on its way"
     monkeypatch.setattr(flow_runs, "SETTLED_AFTER", timedelta(0))
-    assert [(found.id, found.state) for found in flow_runs.reconcile()] == [(str(task_run), expected)]
+    assert [(found.id, found.state) for found in flow_runs.reconcile_flow_runs()] == [(str(task_run), expected)]
     assert client.read_task_run(task_run).state.name == expected
 
 
@@ -156,9 +156,9 @@ def test_a_served_run_that_nobody_started_in_minutes_is_crashed(client, monkeypa
     from pipelines.services import flow_runs
 
     run = deployed(client, "pending", home=Home.here(), state=Pending())
-    assert flow_runs.reconcile() == [], "its process may be on its way"
+    assert flow_runs.reconcile_flow_runs() == [], "its process may be on its way"
     monkeypatch.setattr(flow_runs, "STARTED_AFTER", timedelta(0))
-    (corrected,) = flow_runs.reconcile()
+    (corrected,) = flow_runs.reconcile_flow_runs()
     assert corrected.id == str(run) and corrected.reason.startswith(
         "the process that was supposed to start it has ended"
     )
@@ -185,7 +185,7 @@ def test_runs_and_tasks_of_other_flows_and_of_other_state_folders_are_left_alone
     tasks = [a_task_of(client, run) for run in ended]
     for run in ended:
         client.set_flow_run_state(run, Completed(), force=True)
-    assert flow_runs.reconcile() == []
+    assert flow_runs.reconcile_flow_runs() == []
     assert {run: client.read_flow_run(run).state.name for run in runs} == runs
     assert [client.read_task_run(task).state.name for task in tasks] == ["Running", "Running"]
 
@@ -193,28 +193,28 @@ def test_runs_and_tasks_of_other_flows_and_of_other_state_folders_are_left_alone
 def test_runs_that_an_earlier_version_left_on_our_own_server_are_ours(client, tmp_path):
     from prefect.states import Running
 
-    from pipelines.services.flow_runs import interrupt, reconcile
+    from pipelines.services.flow_runs import interrupt, reconcile_flow_runs
 
     earlier = client.create_flow_run(a_flow(OURS), state=Running()).id
-    client.update_flow_run_labels(earlier, mlflow_client.tags() | DEAD)  # neither label nor tag of a state folder
+    client.update_flow_run_labels(earlier, mlflow_client.owner_tags() | DEAD)  # neither label nor tag of a state folder
     served = deployed(client, "earlier", home=None, state=Running())
     others = [
         started(client, DEAD, home=Home(tmp_path)),
         deployed(client, "anothers", home=Home(tmp_path), state=Running()),
         deployed(client, "another-flow", home=None, flow_name="etl", state=Running()),
     ]
-    assert [found.id for found in reconcile()] == [str(earlier)]
+    assert [found.id for found in reconcile_flow_runs()] == [str(earlier)]
     assert [found.id for found in interrupt("stopped")] == [str(served)]
     assert [client.read_flow_run(run).state.name for run in others] == ["Running"] * 3
 
 
 @pytest.mark.parametrize("shared_by", ["address", "database", "services of a database", "services of an address"])
 def test_runs_that_name_no_state_folder_are_left_alone_where_others_may_have_theirs(client, shared_by, monkeypatch):
-    from pipelines.services.flow_runs import reconcile
+    from pipelines.services.flow_runs import reconcile_flow_runs
     from pipelines.services.running import Services
 
     run = client.create_flow_run(a_flow(OURS), state=prefect_running()).id
-    client.update_flow_run_labels(run, mlflow_client.tags() | DEAD)
+    client.update_flow_run_labels(run, mlflow_client.owner_tags() | DEAD)
     with monkeypatch.context() as patch:
         if shared_by == "address":
             ours = json.loads(os.environ["RLHF_OWN_SETTINGS"])  # all that `rlhf` itself set, but the address
@@ -223,13 +223,15 @@ def test_runs_that_name_no_state_folder_are_left_alone_where_others_may_have_the
             patch.setenv("PREFECT_SERVER_DATABASE_CONNECTION_URL", "postgresql+asyncpg://db/prefect")
         else:  # `rlhf up` was given it in another shell
             theirs = {"prefect_api": os.environ["PREFECT_API_URL"]} if "address" in shared_by else {}
-            Services(mlflow_client.tags(), 1, 2, ready=True, shared_database=not theirs, **theirs).write(Home.here())
+            Services(mlflow_client.owner_tags(), 1, 2, ready=True, shared_database=not theirs, **theirs).write(
+                Home.here()
+            )
         try:
-            assert reconcile() == []
+            assert reconcile_flow_runs() == []
         finally:
             Home.here().services.unlink(missing_ok=True)
             (Home.here().root / "prefect_address").unlink(missing_ok=True)
-    assert [found.id for found in reconcile()] == [str(run)]
+    assert [found.id for found in reconcile_flow_runs()] == [str(run)]
 
 
 def test_deployments_of_our_names_that_others_serve_are_noticed(client, tmp_path):

@@ -26,7 +26,7 @@ def supervisor(home: Home) -> Iterator[tuple[subprocess.Popen[bytes], socket.soc
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     found = process_stat(process.pid)
     assert found is not None
-    owner = mlflow_client.tags() | {"owner.pid": str(process.pid), "owner.pid_started": str(found[1])}
+    owner = mlflow_client.owner_tags() | {"owner.pid": str(process.pid), "owner.pid_started": str(found[1])}
     try:
         with closing(bound_port(43300)) as listener, offered(listener) as handover:
             services = Services(owner, port_of(listener), 1, ready=True, handover=handover)
@@ -52,7 +52,7 @@ def test_a_run_has_the_socket_of_the_server_and_nobody_else_gets_its_port(home):
 
 
 def test_services_of_an_earlier_version_hand_nothing_over(home):
-    assert received(Services(mlflow_client.tags(), 4200, 5000, ready=True)) is None
+    assert received(Services(mlflow_client.owner_tags(), 4200, 5000, ready=True)) is None
 
 
 @pytest.mark.slow

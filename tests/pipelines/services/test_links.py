@@ -8,10 +8,10 @@ from pipelines.services.links import update_links, with_addresses
 from pipelines.services.run_notes import folder
 from pipelines.services.running import Services
 from rlhf_core.tracking.mlflow import MlflowTracker
-from rlhf_core.tracking.mlflow_client import open_client, tags
+from rlhf_core.tracking.mlflow_client import open_client, owner_tags
 
 RUN = "0" * 31 + "a"
-SERVICES = Services(tags(), 4205, 5005, ready=True)
+SERVICES = Services(owner_tags(), 4205, 5005, ready=True)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from rlhf_core.stage.decision import decide, remember, target_of
 from rlhf_core.stage.key import Strictness
 from rlhf_core.store import attempts, leases
 from rlhf_core.store.artifacts import ArtifactStore
-from rlhf_core.tracking.mlflow import Ended
+from rlhf_core.tracking.mlflow import EndedRun
 from tests.support.toy_stage import stage_key, toy_spec
 
 KILLED = """
@@ -52,8 +52,8 @@ def test_a_state_folder_that_is_not_there_is_not_made(tmp_path):
 
 
 def test_what_was_ended_in_mlflow_is_named_and_no_database_is_made_to_look(tmp_path, monkeypatch):
-    dead = Ended("night", "ppo", "12ab", leases.ourselves())
-    monkeypatch.setattr("rlhf_core.tracking.mlflow.reconcile_all", lambda uri: [dead])
+    dead = EndedRun("night", "ppo", "12ab", leases.ourselves())
+    monkeypatch.setattr("rlhf_core.tracking.mlflow.end_all_dead_runs", lambda uri: [dead])
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     home = Home(tmp_path / "home").make()
     assert list(reconcile_mlflow(home)) == []

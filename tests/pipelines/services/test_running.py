@@ -15,7 +15,6 @@ from pipelines.services.running import (
     LAST_PORT,
     ServiceError,
     Services,
-    answered,
     await_health,
     bound_port,
     database_problem,
@@ -25,6 +24,7 @@ from pipelines.services.running import (
     proven,
     reason_in,
     running,
+    status_and_proof,
 )
 from rlhf_core.http.door import PROOF, Door
 from rlhf_core.tracking import mlflow_client
@@ -33,16 +33,16 @@ from tests.support.reward_servers import serving
 
 def test_services_of_a_dead_supervisor_are_not_running(home):
     assert running(home) is None
-    alive = Services(mlflow_client.tags(), 4200, 5000, ready=True)
+    alive = Services(mlflow_client.owner_tags(), 4200, 5000, ready=True)
     alive.write(home)
     assert running(home) == alive
-    Services(mlflow_client.tags() | {"owner.pid_started": "1"}, 4200, 5000, ready=True).write(home)
+    Services(mlflow_client.owner_tags() | {"owner.pid_started": "1"}, 4200, 5000, ready=True).write(home)
     assert running(home) is None
 
 
 def test_servers_of_the_user_take_the_place_of_ours_and_secrets_are_not_printed(home):
     found = Services(
-        mlflow_client.tags(),
+        mlflow_client.owner_tags(),
         0,
         0,
         ready=True,
@@ -130,7 +130,7 @@ def test_a_stranger_who_passes_our_questions_on_to_a_server_of_ours_proves_nothi
 
         async def passing_on(scope: Scope, receive: Receive, send: Send) -> None:
             nonce = next(value.decode() for name, value in scope["headers"] if name == b"x-rlhf-nonce")
-            await PlainTextResponse("well", headers={PROOF: answered(ours, nonce)[1]})(scope, receive, send)
+            await PlainTextResponse("well", headers={PROOF: status_and_proof(ours, nonce)[1]})(scope, receive, send)
 
         assert proven(ours, "key") and not proven(ours, "another")
         for stranger in (passing_on, well):

@@ -19,7 +19,7 @@ from rlhf_core.tracking import mlflow_client
 
 
 def test_services_that_do_not_answer_are_not_well(home, capsys, monkeypatch):
-    Services(mlflow_client.tags(), 1, 2, ready=True).write(home)
+    Services(mlflow_client.owner_tags(), 1, 2, ready=True).write(home)
     monkeypatch.setenv("RLHF_HOME", str(home.root))
     assert main(["status"]) == 1
     assert capsys.readouterr().out.count("does not answer") == 2
@@ -72,14 +72,14 @@ def environment_of_up(home: Home, monkeypatch: pytest.MonkeyPatch) -> dict[str, 
 
     monkeypatch.setattr(os, "execve", execve)
     with pytest.raises(Replaced):
-        servers.up(home, foreground=True)
+        servers.start_services(home, foreground=True)
     return given
 
 
 def test_the_auth_string_ends_with_the_servers_it_was_for(home):
     first = home.prefect_auth_string
     assert first == home.prefect_auth_string and home.prefect_auth.stat().st_mode & 0o077 == 0
-    servers.down(home)
+    servers.stop_services(home)
     assert home.prefect_auth_string != first
 
 

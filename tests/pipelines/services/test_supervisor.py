@@ -18,7 +18,7 @@ def test_a_new_supervisor_waits_until_the_services_of_a_killed_one_are_gone(home
         still_there.bind(("127.0.0.1", 0))
         still_there.listen()
         port = still_there.getsockname()[1]
-        Services(mlflow_client.tags() | {"owner.pid_started": "1"}, port, 1, ready=True).write(home)
+        Services(mlflow_client.owner_tags() | {"owner.pid_started": "1"}, port, 1, ready=True).write(home)
         closing = threading.Timer(0.5, still_there.close)
         closing.start()
         supervisor.await_end_of_last(home)
@@ -27,7 +27,7 @@ def test_a_new_supervisor_waits_until_the_services_of_a_killed_one_are_gone(home
     with socket.socket() as stays:
         stays.bind(("127.0.0.1", 0))
         stays.listen()
-        Services(mlflow_client.tags(), stays.getsockname()[1], 1, ready=True).write(home)
+        Services(mlflow_client.owner_tags(), stays.getsockname()[1], 1, ready=True).write(home)
         supervisor.await_end_of_last(home)  # a stranger's: we take another port in the end
 
 

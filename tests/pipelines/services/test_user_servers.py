@@ -19,7 +19,7 @@ def test_the_address_that_up_printed_is_not_the_users_own(home, monkeypatch):
         for host in ("127.0.0.1", "localhost"):
             monkeypatch.setenv("PREFECT_API_URL", f"http://{host}:{port}/api")
             assert user_prefect(home) == f"http://{host}:{port}/api"
-            Services(mlflow_client.tags(), port, 2, ready=True).write(home)
+            Services(mlflow_client.owner_tags(), port, 2, ready=True).write(home)
             assert user_prefect(home) == ""
             home.services.unlink()  # as `rlhf down` leaves it; the export stays in the shell
             port_of_ours.close()
@@ -51,9 +51,9 @@ def test_a_stranger_at_the_port_of_our_mlflow_is_asked_for_a_proof_and_sent_noth
         await PlainTextResponse("OK")(scope, receive, send)
 
     with serving(stranger) as url:
-        Services(mlflow_client.tags(), 1, int(url.rpartition(":")[2]), ready=True).write(home)
+        Services(mlflow_client.owner_tags(), 1, int(url.rpartition(":")[2]), ready=True).write(home)
         assert tracking_uri(home) == home.mlflow_uri
     assert asked == [("GET", "/health", False)]
     with serving(Door(PlainTextResponse("OK"), open_to=lambda scope: True, key=home.prefect_auth_string)) as url:
-        Services(mlflow_client.tags(), 1, int(url.rpartition(":")[2]), ready=True).write(home)
+        Services(mlflow_client.owner_tags(), 1, int(url.rpartition(":")[2]), ready=True).write(home)
         assert tracking_uri(home) == url

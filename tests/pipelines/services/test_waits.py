@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pipelines.services.waits import answers_awaited, forget_wait, may_go_on, met, note_wait, waiting_runs
+from pipelines.services.waits import answers_awaited, forget_condition, may_go_on, met, note_condition, waiting_runs
 from rlhf_core.annotation.people import condition
 from rlhf_core.annotation.proposing import Comparison, write_comparisons
 from rlhf_core.config.annotators import FileAnnotator
@@ -42,8 +42,8 @@ def judge(tmp_path: Path, line: str) -> None:
 
 def test_a_note_outlives_the_process_that_wrote_it_and_is_met_when_people_are_done(home, tmp_path, waits):
     assert waiting_runs(home) == []
-    note_wait(home, "run-1", waits)
-    note_wait(home, "run-2", waits | {"name": "y"})
+    note_condition(home, "run-1", waits)
+    note_condition(home, "run-2", waits | {"name": "y"})
     assert waiting_runs(home) == ["run-1", "run-2"] and met(home, waiting_runs(home)) == []
     judge(tmp_path, json.dumps({"id": "c1", "choice": "tie"}))
     done = subprocess.run(
@@ -55,13 +55,13 @@ def test_a_note_outlives_the_process_that_wrote_it_and_is_met_when_people_are_do
         timeout=300,
     )
     assert done.stdout == "run-1\n"
-    forget_wait(home, "run-1")
-    forget_wait(home, "run-1")
+    forget_condition(home, "run-1")
+    forget_condition(home, "run-1")
     assert waiting_runs(home) == ["run-2"]
 
 
 def test_a_half_edited_file_is_not_met_and_is_logged(home, tmp_path, waits, caplog):
-    note_wait(home, "run-1", waits)
+    note_condition(home, "run-1", waits)
     judge(tmp_path, "nonsense\n")
     assert met(home, ["run-1"]) == []
     assert "flow run run-1" in caplog.text and "is not JSON" in caplog.text

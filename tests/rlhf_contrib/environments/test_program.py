@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.agents.episodes import Episode, play
+from rlhf_core.agents.episodes import Episode, play_episodes
 from rlhf_core.agents.process import Environments
 from rlhf_core.agents.program import earned, open_agent
 from rlhf_core.agents.programs import EpisodeFailed, ProgramResult
@@ -50,7 +50,7 @@ def test_an_agent_written_for_openais_client_is_played_token_by_token():
     episodes = [Episode(one, template.prompt_ids(one.messages), 100) for one in (prompt(0, "a"), prompt(1, "b"))]
     config = ProgramAgent(command=("python", OPENAI_AGENT), retries=0, step_timeout_s=240.0)
     with Environments(config, tokenizer=chat_folder()) as environments:
-        done = play(sampler, template, episodes, environments, config, SamplingConfig(max_tokens=24))
+        done = play_episodes(sampler, template, episodes, environments, config, SamplingConfig(max_tokens=24))
     for completion in (episode.completion for episode in done):
         assert completion.failure == "" and len(completion.spans) == 2
         assert completion.spans[-1].reward == pytest.approx(2 / 16) and completion.extras == {"letters": 16.0}

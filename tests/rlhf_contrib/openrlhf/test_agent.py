@@ -8,7 +8,7 @@ import pytest
 
 from rlhf_contrib.openrlhf.agent import MODULES, AgentExecutorBase, as_result, open_agent, provide_modules
 from rlhf_core.agents.conversation import EpisodeResult
-from rlhf_core.agents.episodes import Episode, play
+from rlhf_core.agents.episodes import Episode, play_episodes
 from rlhf_core.agents.process import Environments
 from rlhf_core.config.agents import OpenRLHFAgent
 from rlhf_core.config.engines import SamplingConfig
@@ -48,7 +48,7 @@ def played(
     sampler = ScriptedSampler(template, script)
     prompts = [prompt(number, label) for number, label in enumerate(labels)]
     episodes = [Episode(one, template.prompt_ids(one.messages), 100 + i) for i, one in enumerate(prompts)]
-    return play(sampler, template, episodes, environments, config, sampling), sampler
+    return play_episodes(sampler, template, episodes, environments, config, sampling), sampler
 
 
 AGAIN = "\n\nHuman: no, again\nAssistant: "

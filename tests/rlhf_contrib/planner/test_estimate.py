@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipelines.cli.main import main
-from pipelines.execution.plan import plan
+from pipelines.execution.plan import plan_stages
 from pipelines.flows.profile import load_profile
 from rlhf_contrib.planner.estimate import estimate, estimates, kv_token_bytes, products, refusal
 from rlhf_contrib.planner.hardware import HARDWARE, hardware_of
@@ -70,7 +70,7 @@ REFUSED = {
 def of(profile, changes, tmp_path, on=""):
     config = load_profile(profile, changes)
     store = ArtifactStore(tmp_path)
-    planned, hardware = plan(config, store), hardware_of(on, config.runtime)
+    planned, hardware = plan_stages(config, store), hardware_of(on, config.runtime)
     given = config.runtime, hardware, config.prepare_data.max_prompt_tokens
     found = estimates(planned, store, *given)
     return {one.label: one for one in found}, refusal(found, planned, store, *given)
@@ -280,11 +280,11 @@ def test_a_run_warns_of_host_memory_that_is_not_there(tmp_path, monkeypatch, cap
     config, store = load_profile("one_node/full"), ArtifactStore(tmp_path)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr("rlhf_contrib.planner.verb.available_memory", lambda: 64e9)
-    warn_of_memory(config, plan(config, store), store)
+    warn_of_memory(config, plan_stages(config, store), store)
     assert "GB of host memory by estimate, and this machine or its control group gives 64.0" in caplog.text
     caplog.clear()
     monkeypatch.setattr("rlhf_contrib.planner.verb.available_memory", lambda: 2e12)
-    warn_of_memory(config, plan(config, store), store)
+    warn_of_memory(config, plan_stages(config, store), store)
     assert caplog.text == ""
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pipelines.execution.plan import plan
+from pipelines.execution.plan import plan_stages
 from pipelines.flows.profile import load_profile
 from pipelines.services.home import Home
 from rlhf_contrib.ray_jobs import executor as ray_job
@@ -107,7 +107,7 @@ def test_a_job_that_gets_sigterm_ends_as_stopped(tmp_path):
 
 @pytest.mark.parametrize("profile", ["tiny/full", "tiny/rlvr"])
 def test_every_stage_of_a_pipeline_keeps_its_key_on_the_way_through_a_file(profile, tmp_path):
-    planned = plan(load_profile(profile), ArtifactStore(tmp_path))
+    planned = plan_stages(load_profile(profile), ArtifactStore(tmp_path))
     assert len(planned) > 3
     for stage in planned:
         restored = restore_stage(json.loads(json.dumps(stored_stage(stage.spec))))

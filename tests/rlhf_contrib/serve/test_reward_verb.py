@@ -17,7 +17,7 @@ import pytest
 
 from pipelines.cli.main import main
 from rlhf_contrib.serve.reward_server import Query
-from rlhf_contrib.serve.reward_verb import listening, open_reward_model, read_arguments, read_token
+from rlhf_contrib.serve.reward_verb import listening, open_reward_model, read_json_arguments, read_token
 from rlhf_core.errors import ConfigError
 from rlhf_core.rewards.remote import RemoteRewardClient
 from rlhf_core.types import Completion, Generation, Message, Prompt
@@ -97,7 +97,7 @@ def test_a_token_is_needed_where_others_can_ask(monkeypatch):
     assert read_token("", host="127.0.0.1") == ""
     with pytest.raises(ConfigError):
         read_token("", host="0.0.0.0")
-    assert read_arguments('{"n": 1}') == {"n": 1}
+    assert read_json_arguments('{"n": 1}') == {"n": 1}
 
 
 @pytest.mark.parametrize("render", [False, True])

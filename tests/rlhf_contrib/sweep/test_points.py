@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pipelines.execution.executor import Tally
-from pipelines.execution.plan import plan
+from pipelines.execution.plan import plan_stages
 from pipelines.execution.summary import Measure
 from pipelines.flows.profile import load_profile
 from rlhf_contrib.sweep import points as sweep
@@ -18,7 +18,7 @@ from rlhf_contrib.sweep.points import (
     Point,
     PointResult,
     Search,
-    best_of,
+    best_point,
     check_metric,
     default_goal,
     goal_of,
@@ -46,12 +46,12 @@ FAILED = PointResult(("ppo.kl_coef=9",), (), (), 1.0, error="ValueError: no")
 
 def test_the_best_has_the_best_mean_and_its_rivals_overlap_with_it():
     results = [result("0.1", 1.0, 2.0, 3.0), FAILED, result("0.2", 2.5, 3.5, 4.5), result("0.3", -1.0, 0.0, 1.0)]
-    best = best_of(results, GOLD)
+    best = best_point(results, GOLD)
     assert best is results[2] and rivals(results, best, GOLD) == [results[0]]
-    assert best_of(results, Goal("evaluate", "ppo/gold", "min")) is results[3]
+    assert best_point(results, Goal("evaluate", "ppo/gold", "min")) is results[3]
     alone = result("0.4", 0.0, 0.0, 0.0)  # of one prompt: it has no interval
     assert rivals([*results, alone], best, GOLD) == [results[0], alone] and rivals([alone, results[0]], alone, GOLD)
-    assert best_of([FAILED], GOLD) is None
+    assert best_point([FAILED], GOLD) is None
 
 
 def test_numbers_that_are_not_finite_decide_nothing_and_equal_ones_are_named():
@@ -60,11 +60,11 @@ def test_numbers_that_are_not_finite_decide_nothing_and_equal_ones_are_named():
     finite = [result("0.3", 0.5, 1.0, 1.5), result("0.4", 1.0, 1.0, 1.0), result("0.5", 0.1, 0.2, 0.3)]
     for direction in ("max", "min"):
         goal = Goal("evaluate", "ppo/gold", direction)
-        best = best_of(broken + finite, goal)
+        best = best_point(broken + finite, goal)
         assert best is (finite[0] if direction == "max" else finite[2])
     best = finite[0]
     assert ties(broken + finite, best, GOLD) == [finite[1]] and rivals(broken + finite, best, GOLD) == [finite[1]]
-    assert best_of(broken, GOLD) is None and str(GOLD.of(broken[0])) == "not finite"
+    assert best_point(broken, GOLD) is None and str(GOLD.of(broken[0])) == "not finite"
     with pytest.raises(ConfigError, match=r"--metric = 'ppo/gold': is not finite at any point"):
         check_metric([*broken, FAILED], GOLD)
 
@@ -94,7 +94,7 @@ def test_a_point_that_cannot_be_measured_fails_alone(store):
 
 
 def test_the_number_that_decides_is_named_or_the_gold_reward_of_the_last_policy(tmp_path):
-    planned = plan(load_profile("tiny/full"), ArtifactStore(tmp_path))
+    planned = plan_stages(load_profile("tiny/full"), ArtifactStore(tmp_path))
     runs, policies = [{stage.label: stage.spec for stage in planned}], ["base", "sft", "ppo"]
     assert goal_of("", "max", runs=runs, policies=policies) is None
     found = goal_of("reward_model:held_out/accuracy", "max", runs=runs, policies=policies)

@@ -278,9 +278,9 @@ def test_points_that_are_the_same_run_are_refused(grid, small, tmp_path, capsys)
 def test_policies_that_only_some_points_make_can_decide():
     configs = [load_profile("tiny/online", [f"online.rounds={rounds}"]) for rounds in (1, 2)]
     assert [config.policies()[-1] for config in configs] == ["online_1", "online_2"]
-    assert sweep_verb.policies_of(configs) == configs[1].policies()
+    assert sweep_verb.policies_at(configs) == configs[1].policies()
     runs = [all_specs(config, lifecycle) for config in reversed(configs)]
-    goal = goal_of("online_2/gold", "max", runs=runs, policies=sweep_verb.policies_of(configs))
+    goal = goal_of("online_2/gold", "max", runs=runs, policies=sweep_verb.policies_at(configs))
     assert str(goal) == "online_2/gold"
 
 

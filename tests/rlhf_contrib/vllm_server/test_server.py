@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_contrib.vllm_server.sampler import Server, ServerFailed, generate_body, open_client
+from rlhf_contrib.vllm_server.sampler import Server, ServerFailed, generate_body, open_http_client
 from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.config.runtime import VllmServerSamplerConfig
 from rlhf_core.errors import ConfigError, SamplingError
@@ -30,7 +30,7 @@ def asked(url: str, call: Callable[[Server], Awaitable[Any]]) -> Any:
     """Return what `call` returns for the server at `url`."""
 
     async def run() -> Any:
-        async with open_client({}, connections=2) as client:
+        async with open_http_client({}, connections=2) as client:
             return await call(Server(url, client))
 
     return asyncio.run(run())

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from rlhf_core.agents.conversation import EpisodeResult
-from rlhf_core.agents.episodes import Episode, play
+from rlhf_core.agents.episodes import Episode, play_episodes
 from rlhf_core.agents.process import Environments
 from rlhf_core.config.agents import EnvironmentAgent
 from rlhf_core.config.engines import SamplingConfig
@@ -26,7 +26,7 @@ def played(
         for number, one in enumerate(prompt(number, label) for number, label in enumerate(labels))
     ]
     with Environments(config, tokenizer=chat_folder()) as environments:
-        return play(sampler, template, episodes, environments, config, sampling), sampler
+        return play_episodes(sampler, template, episodes, environments, config, sampling), sampler
 
 
 def numbered(request: SamplingRequest, turn: int) -> str:

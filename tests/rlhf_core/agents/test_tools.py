@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from rlhf_core.agents.environment import StepResult
-from rlhf_core.agents.episodes import Episode, play
+from rlhf_core.agents.episodes import Episode, play_episodes
 from rlhf_core.agents.process import Environments
 from rlhf_core.agents.tools import ToolEnvironment, load_tools, parse_calls
 from rlhf_core.config.agents import ToolsAgent
@@ -116,7 +116,7 @@ def test_tools_are_shown_called_and_answered_through_the_template(tool_chat):
         one = prompt(1, "42")
         episode = Episode(one, shown.prompt_ids(one.messages), 7)
         sampling = SamplingConfig(max_tokens=200)
-        (played,) = play(sampler, shown, [episode], environments, config, sampling)
+        (played,) = play_episodes(sampler, shown, [episode], environments, config, sampling)
     text = shown.tokenizer.decode(list(played.prompt_ids + played.completion.token_ids))
     assert '"name": "add"' in text and "Add two numbers." in text
     assert text.endswith(f"<|assistant|>{call('add', a=19, b=23)}<|end|><|tool|>42<|end|><|assistant|>42<|end|>")

@@ -15,7 +15,7 @@ from rlhf_core.annotation.people import ask_people, condition, is_met, shared_ou
 from rlhf_core.annotation.proposing import Comparison, Judgment, write_comparisons
 from rlhf_core.config.annotators import FileAnnotator, ProgramAnnotator, ReviewAnnotator
 from rlhf_core.errors import DataError
-from rlhf_core.tracking.review_queues import Answer, QueueState, ReviewItem
+from rlhf_core.tracking.review_queues import QueueState, ReviewAnswer, ReviewItem
 from rlhf_core.types import Generation, Message
 
 # ---------------------------------------------------------------- annotators
@@ -154,7 +154,7 @@ class Queues:
     def __call__(self, uri: str, *, experiment: str, name: str, user: str, question: Any, items: Any) -> QueueState:
         self.items[name] = list(items)
         given = {item: value for item, value in self.answers.get(user, {}).items() if item in {i.id for i in items}}
-        answers = tuple(Answer(item, value, "why", "default") for item, value in given.items() if value)
+        answers = tuple(ReviewAnswer(item, value, "why", "default") for item, value in given.items() if value)
         return QueueState(f"{uri}/{user}" if uri else "", self.created_s, len(items), len(given), answers)
 
 

@@ -14,7 +14,7 @@ from rlhf_core.config.models import LoraConfig
 from rlhf_core.config.runtime import HFSamplerConfig
 from rlhf_core.errors import ConfigError, SamplingError
 from rlhf_core.models.architecture import check_longest, length_limit, read_config, stated_positions
-from rlhf_core.models.batches import collate, unpack
+from rlhf_core.models.batches import collate, unpack_rows
 from rlhf_core.models.forward import check_rows, token_logprobs
 from rlhf_core.models.packages import package_folder
 from rlhf_core.sampling.hf_sampler import HFSampler
@@ -42,7 +42,7 @@ def sample(length: int, *, seed: int = 3) -> TokenSample:
 @torch.no_grad()
 def logprobs(model: Any, *samples: TokenSample) -> list[torch.Tensor]:
     batch = collate(samples, pad_id=0)
-    return unpack(token_logprobs(model, batch, temperature=1.0, with_entropy=False)[0], batch)
+    return unpack_rows(token_logprobs(model, batch, temperature=1.0, with_entropy=False)[0], batch)
 
 
 # ---------------------------------------------------------------- caps and sinks

@@ -9,7 +9,7 @@ from torch import Tensor
 from rlhf_core.config.models import InitModel
 from rlhf_core.errors import DataError
 from rlhf_core.models import batches, forward
-from rlhf_core.models.batches import TokenBatch, collate, unpack
+from rlhf_core.models.batches import TokenBatch, collate, unpack_rows
 from rlhf_core.models.forward import hidden_states, token_logprobs
 from rlhf_core.types import TokenSample
 from tests.rlhf_core.models.conftest import assert_near, sharpened
@@ -45,7 +45,7 @@ def test_packing_puts_each_sample_into_the_first_row_with_room():
 
 def test_unpack_returns_the_samples_in_their_order():
     batch = collate([A, C, B, C], pad_id=0, pack_to=4)
-    assert [ids.tolist() for ids in unpack(batch.token_ids_BL, batch)] == [[5, 7, 2], [8, 9], [4], [8, 9]]
+    assert [ids.tolist() for ids in unpack_rows(batch.token_ids_BL, batch)] == [[5, 7, 2], [8, 9], [4], [8, 9]]
 
 
 def test_policy_fields_are_laid_out_like_the_tokens():

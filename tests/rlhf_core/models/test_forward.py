@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from rlhf_core.config.models import InitModel
 from rlhf_core.errors import ConfigError
 from rlhf_core.models import forward
-from rlhf_core.models.batches import TokenBatch, collate, unpack
+from rlhf_core.models.batches import TokenBatch, collate, unpack_rows
 from rlhf_core.models.forward import (
     Routing,
     ValueModel,
@@ -85,8 +85,8 @@ def test_logprobs_and_entropy_equal_a_float64_log_softmax(attention, pack_to, te
     logprobs_BL, entropy_BL = token_logprobs(model, batch, temperature=temperature, with_entropy=True)
     assert entropy_BL is not None and logprobs_BL.dtype == entropy_BL.dtype == torch.float32
     wanted = [naive(model, sample, temperature) for sample in samples()]
-    assert_near(unpack(logprobs_BL, batch), [logprobs for logprobs, _ in wanted], SHAPE)
-    assert_near(unpack(entropy_BL, batch), [entropy for _, entropy in wanted], SHAPE)
+    assert_near(unpack_rows(logprobs_BL, batch), [logprobs for logprobs, _ in wanted], SHAPE)
+    assert_near(unpack_rows(entropy_BL, batch), [entropy for _, entropy in wanted], SHAPE)
 
 
 def test_packed_rows_can_be_laid_end_to_end_as_flash_attention_needs(monkeypatch):
@@ -188,7 +188,7 @@ def test_the_value_of_a_token_is_read_before_it(pack_to):
     backbone = llama("sdpa").model
     model = ValueModel(backbone, torch.linspace(-1, 1, 64).unsqueeze(0))
     batch = collate(samples(), pad_id=0, pack_to=pack_to)
-    got = unpack(token_values(model, batch), batch)
+    got = unpack_rows(token_values(model, batch), batch)
     for sample, got_L in zip(samples(), got, strict=True):
         with torch.no_grad():
             after_L = model(torch.tensor([sample.token_ids]))[0]
@@ -242,7 +242,7 @@ def test_families_that_number_or_scale_differently_agree_with_their_own_forward_
     check_head(model)
     batch = collate(samples(), pad_id=0, pack_to=16)
     logprobs_BL, _ = token_logprobs(model, batch, temperature=1.0, with_entropy=False)
-    assert_near(unpack(logprobs_BL, batch), [naive(model, s, 1.0)[0] for s in samples()], SHAPE)
+    assert_near(unpack_rows(logprobs_BL, batch), [naive(model, s, 1.0)[0] for s in samples()], SHAPE)
 
 
 def test_a_family_with_an_unknown_rule_after_its_head_is_refused():
@@ -277,7 +277,7 @@ def test_a_family_without_position_ids_cannot_be_packed():
     model = BloomForCausalLM(BloomConfig(vocab_size=97, hidden_size=64, n_layer=1, n_head=4)).eval()
     batch = collate(samples(), pad_id=0)
     logprobs_BL, _ = token_logprobs(model, batch, temperature=1.0, with_entropy=False)
-    assert_near(unpack(logprobs_BL, batch), [naive(model, s, 1.0)[0] for s in samples()], SHAPE)
+    assert_near(unpack_rows(logprobs_BL, batch), [naive(model, s, 1.0)[0] for s in samples()], SHAPE)
     with pytest.raises(ConfigError, match="without packing"):
         token_logprobs(model, collate(samples(), pad_id=0, pack_to=16), temperature=1.0, with_entropy=False)
 

@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 
 import pytest
 
-from rlhf_core.models.micro_batches import LEAST_SAVED, LONGEST, Block, common_beginnings, cost
+from rlhf_core.models.micro_batches import LEAST_SAVED, LONGEST, RowBlock, common_beginnings, cost
 
 Sequences = list[tuple[int, ...]]
 H = 64
@@ -85,7 +85,7 @@ def test_a_block_is_no_longer_than_attention_pays_for():
     sequences = groups((100, 9, 100), seed=4)
     narrow, wide = (common_beginnings(sequences, hidden=hidden) for hidden in (8, 4096))
     assert max(len(block.samples) for block in narrow) < max(len(block.samples) for block in wide) == 9
-    assert common_beginnings([tuple(range(9000))], hidden=H) == [Block((0,), 0, 9000)]
+    assert common_beginnings([tuple(range(9000))], hidden=H) == [RowBlock((0,), 0, 9000)]
     long = [(*range(3000), i, *range(50)) for i in range(40)]
     assert all(block.length <= LONGEST for block in common_beginnings(long, hidden=8192))
 
@@ -102,8 +102,8 @@ def test_the_order_of_the_sequences_does_not_matter():
 
 def test_equal_sequences_count_once():
     (block,) = common_beginnings([(7, 8, 9), (7, 8), (7, 8, 9), (7, 8)], hidden=H)
-    assert block == Block((1, 3, 0, 2), 2, 3)
-    assert common_beginnings([(4, 4)] * 3, hidden=H) == [Block((0, 1, 2), 0, 2)]
+    assert block == RowBlock((1, 3, 0, 2), 2, 3)
+    assert common_beginnings([(4, 4)] * 3, hidden=H) == [RowBlock((0, 1, 2), 0, 2)]
     assert common_beginnings([], hidden=H) == []
 
 

@@ -5,16 +5,16 @@ import random
 
 import pytest
 
-from rlhf_core.monitoring.agreement import KLEstimate, Mismatch
+from rlhf_core.monitoring.agreement import KLEstimate, LogprobMismatch
 from tests.support.monitoring import found
 
 
 def test_a_mismatch_names_the_figure_that_left_its_bound():
-    assert found(Mismatch(), mismatch__exp_abs_log_q=[1.02], mismatch__ess=[0.99]) == ""
+    assert found(LogprobMismatch(), mismatch__exp_abs_log_q=[1.02], mismatch__ess=[0.99]) == ""
     figures = {"mismatch__exp_abs_log_q": [1.3], "mismatch__ess": [0.5]}
-    assert found(Mismatch(), **figures) == "mismatch/exp_abs_log_q 1.3 > 1.1"
-    assert found(Mismatch(exp_abs_log_q=None), **figures) == "mismatch/ess 0.5 < 0.9"
-    only = Mismatch(exp_abs_log_q=None, ess=None, log_q_max=1.0, growth=None)
+    assert found(LogprobMismatch(), **figures) == "mismatch/exp_abs_log_q 1.3 > 1.1"
+    assert found(LogprobMismatch(exp_abs_log_q=None), **figures) == "mismatch/ess 0.5 < 0.9"
+    only = LogprobMismatch(exp_abs_log_q=None, ess=None, log_q_max=1.0, growth=None)
     assert only.reads() == ("mismatch/log_q_max",)
     assert found(only, mismatch__log_q_max=[1.5]) == "mismatch/log_q_max 1.5 > 1"
 
@@ -30,13 +30,13 @@ def test_a_mismatch_names_the_figure_that_left_its_bound():
     ],
 )
 def test_a_mismatch_that_grows_is_found_long_before_its_bound(first, now, fires):
-    monitor = Mismatch(reference_steps=2)
+    monitor = LogprobMismatch(reference_steps=2)
     assert found(monitor, mismatch__exp_abs_log_q=[first, now]) == (
         "" if now == now else found(monitor, mismatch__exp_abs_log_q=[now])
     )
     assert bool(found(monitor, mismatch__exp_abs_log_q=[first, first, now])) == fires
     if fires and now == now:
-        assert found(Mismatch(reference_steps=2, growth=None), mismatch__exp_abs_log_q=[first, first, now]) == ""
+        assert found(LogprobMismatch(reference_steps=2, growth=None), mismatch__exp_abs_log_q=[first, first, now]) == ""
 
 
 def estimates(steps: int, *, seed: int, sign: float = 1.0) -> dict[str, list[float]]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from rlhf_core.errors import RewardError
-from rlhf_core.rollouts.scored_step import by_source, valid_groups
+from rlhf_core.rollouts.scored_step import source_metrics, valid_groups
 from rlhf_core.types import Completion, Message, Prompt, Rollout
 
 
@@ -29,9 +29,9 @@ def test_a_step_without_a_valid_group_is_an_error_that_says_why():
 
 def test_metrics_by_source_need_several_sources():
     rows = [replace(rollout(name), reward=reward) for name, reward in (("a", 1.0), ("a", 3.0), ("b", 5.0), ("b", 5.0))]
-    assert by_source(rows, 2) == {}
+    assert source_metrics(rows, 2) == {}
     mixed = [replace(one, prompt=replace(one.prompt, source=one.prompt.id)) for one in rows]
-    assert by_source(mixed, 2) == {
+    assert source_metrics(mixed, 2) == {
         "source/a/reward": 2.0, "source/a/length": 1.0, "source/a/zero_variance": 0.0,
         "source/b/reward": 5.0, "source/b/length": 1.0, "source/b/zero_variance": 1.0,
     }  # fmt: skip

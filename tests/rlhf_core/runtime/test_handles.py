@@ -11,7 +11,7 @@ from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.errors import SamplingError
 from rlhf_core.interfaces import Weights
 from rlhf_core.runtime.handles import RaySampler, RayTrainer, _join
-from rlhf_core.runtime.packed_completions import pack, unpack
+from rlhf_core.runtime.packed_completions import pack_completions, unpack_completions
 from rlhf_core.runtime.placement import GpuSharing
 from rlhf_core.runtime.sample_worker import SampleWorker
 from rlhf_core.runtime.weight_sync import StoredWeights
@@ -33,8 +33,8 @@ def test_packed_completions_are_the_same_after_a_pickle_and_empty_ones_stay():
         Completion((3, 4, 5), (-0.5, 0.0, -2.0), "episode", "stop", 2, 9, (ActionSpan(0, 1, 2, 0.5),), score=1.5),
         Completion((3, 4), (-0.5, 0.0), "experts", "stop", 2, 9, routed_experts=(7, 300, 2, 1, -1, -1)),
     ]
-    assert unpack(pickle.loads(pickle.dumps(pack(made)))) == made
-    assert unpack(pack([])) == []
+    assert unpack_completions(pickle.loads(pickle.dumps(pack_completions(made)))) == made
+    assert unpack_completions(pack_completions([])) == []
 
 
 def test_an_engine_gets_each_request_as_a_tuple_of_its_fields():
@@ -43,7 +43,7 @@ def test_an_engine_gets_each_request_as_a_tuple_of_its_fields():
 
         def call_each(self, role: str, method: str, arguments: list[Any]) -> list[Any]:
             asked.extend(arguments)
-            return [pack([DONE] * len(arguments[0][0]))]
+            return [pack_completions([DONE] * len(arguments[0][0]))]
 
     asked: list[Any] = []
     requests = [SamplingRequest((1, 2), seed=7), SamplingRequest((3,), seed=8, max_tokens=5, routed_experts=True)]
@@ -74,7 +74,7 @@ class Engines:
     def first(self, role: str, method: str, running: dict[int, int]) -> dict[int, Any]:
         assert all(rank == call for rank, call in running.items())
         ended = [rank for rank in running if not (self.is_slow and rank == len(self.actors) - 1)]
-        return {rank: ([self.given[rank].pop(0)], pack([DONE])) for rank in sorted(ended)}
+        return {rank: ([self.given[rank].pop(0)], pack_completions([DONE])) for rank in sorted(ended)}
 
 
 def test_a_slow_engine_keeps_no_other_from_its_next_request():
@@ -217,11 +217,11 @@ class Workers:
 
     def call_each(self, role: str, method: str, arguments: list[Any], **keywords: Any) -> list[Any]:
         self._log.append(f"{self._name} {method}")
-        return [np.zeros(6)] if method == "logprobs" else [pack([])]
+        return [np.zeros(6)] if method == "logprobs" else [pack_completions([])]
 
     def begin(self, role: str, method: str, rank: int, new: Any, sampling: SamplingConfig) -> Any:
         self._log.append(f"{self._name} {method}")
-        return [number for number, _ in new], pack([DONE] * len(new))
+        return [number for number, _ in new], pack_completions([DONE] * len(new))
 
     def first(self, role: str, method: str, running: dict[int, Any]) -> dict[int, Any]:
         return running.copy()

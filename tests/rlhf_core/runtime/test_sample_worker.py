@@ -13,7 +13,7 @@ from rlhf_core.config.runtime import HFSamplerConfig, VllmSamplerConfig
 from rlhf_core.errors import ConfigError, SamplingError
 from rlhf_core.interfaces import Weights
 from rlhf_core.runtime import sample_worker
-from rlhf_core.runtime.packed_completions import pack_request, unpack
+from rlhf_core.runtime.packed_completions import pack_request, unpack_completions
 from rlhf_core.runtime.sample_worker import LOW, SampleWorker, at_low_priority
 from rlhf_core.runtime.weight_sync import StoredWeights
 from rlhf_core.types import SamplingRequest
@@ -25,7 +25,7 @@ def test_a_worker_recovers_from_a_policy_that_cannot_be_opened(policies, tmp_pat
     with pytest.raises(ConfigError, match=r"config\.json"):
         worker.open(tmp_path, "")
     assert set(worker.open(policies[1], "")) == {"torch", "transformers"}
-    (completion,) = unpack(
+    (completion,) = unpack_completions(
         worker.generate([pack_request(SamplingRequest((10, 11), seed=1))], SamplingConfig(max_tokens=3))
     )
     assert completion.policy_version == 0

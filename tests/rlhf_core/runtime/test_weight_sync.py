@@ -14,7 +14,7 @@ from rlhf_core.config.models import InitModel
 from rlhf_core.models.initialize import initialize_llama, train_tokenizer
 from rlhf_core.models.lora import weights_digest
 from rlhf_core.runtime.weight_sync import choose_transfer, in_stream_order
-from rlhf_core.runtime.weights import buckets, pack, unpack
+from rlhf_core.runtime.weights import buckets, pack_weights, unpack_weights
 from tests.support.warm_programs import ROOT, start_program
 
 
@@ -107,7 +107,7 @@ def test_packed_weights_come_back_bit_for_bit_with_dtype_shape_and_order():
         "a": torch.arange(6, dtype=torch.float32).reshape(2, 3).t(),  # not contiguous
         "scalar": torch.tensor(2.5),
     }
-    received = unpack(pack(tensors))
+    received = unpack_weights(pack_weights(tensors))
     assert list(received) == ["b", "a", "scalar"]
     assert weights_digest(received) == weights_digest(tensors)
     assert received["a"].tolist() == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
@@ -115,7 +115,7 @@ def test_packed_weights_come_back_bit_for_bit_with_dtype_shape_and_order():
 
 def test_packed_weights_leave_the_pickle_stream():
     buffers: list[pickle.PickleBuffer] = []
-    stream = pickle.dumps(pack({"w": torch.zeros(1000, 1000)}), protocol=5, buffer_callback=buffers.append)
+    stream = pickle.dumps(pack_weights({"w": torch.zeros(1000, 1000)}), protocol=5, buffer_callback=buffers.append)
     assert len(stream) < 2000  # the 4 MB travel out of band, which is what lets readers map them
     assert sum(len(buffer.raw()) for buffer in buffers) == 4_000_000
 
@@ -125,7 +125,7 @@ def test_buckets_keep_every_tensor_in_order_and_stay_below_the_limit_unless_one_
     tensors = {name: torch.arange(size, dtype=torch.float32) for name, size in sizes.items()}
     parts = list(buckets(tensors.items(), most_bytes=28))
     assert [list(part) for part in parts] == [["a", "b"], ["huge"], ["c", "d", "e"]]
-    received = {name: tensor for part in parts for name, tensor in unpack(pack(part)).items()}
+    received = {name: tensor for part in parts for name, tensor in unpack_weights(pack_weights(part)).items()}
     assert weights_digest(received) == weights_digest(tensors)
     assert list(buckets([])) == []
 

@@ -16,7 +16,7 @@ from rlhf_core.store import index
 from rlhf_core.store.index import load_entries
 from rlhf_core.store.layout import cache_folder
 from rlhf_core.user_code import sources
-from rlhf_core.user_code.sources import Source, reached_from
+from rlhf_core.user_code.sources import UserSource, reached_from
 from rlhf_core.user_code.syntax import ANALYSES, analysis_of
 
 
@@ -99,7 +99,7 @@ def module(tmp_path, monkeypatch) -> Path:
     return file
 
 
-def analyses() -> tuple[dict[str, str], Source]:
+def analyses() -> tuple[dict[str, str], UserSource]:
     """The analyses of `kept_code` in a new process: as a module of this program, and as a user's."""
     ANALYSES.clear()
     with remembered_code():

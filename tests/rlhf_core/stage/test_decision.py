@@ -16,7 +16,7 @@ from rlhf_core.processes.identity import user_name
 from rlhf_core.secrets.redaction import ErrorWithoutSecrets, know
 from rlhf_core.stage import context, versions
 from rlhf_core.stage import decision as deciding
-from rlhf_core.stage.decision import Decision, decide, differences, last_record
+from rlhf_core.stage.decision import Decision, decide, differences
 from rlhf_core.stage.key import StageSpec, Strictness, payload_key
 from rlhf_core.stage.stopping import StageWaiting
 from rlhf_core.store.artifacts import ArtifactStore
@@ -58,11 +58,11 @@ def test_a_decision_is_compared_with_stages_of_the_same_pipeline(store):
         _run(store, toy_spec(ToyConfig(kl_coef=0.2, trouble="raise:1"), pipeline="mine"))
     first = store.record(stage_key(toy_spec()))
     assert first is not None
-    assert (last_record(store, mine), last_record(store, other)) == (first, None)
+    assert [store.latest(one.label, one.pipeline) for one in (mine, other)] == [first, None]
     assert store.latest("toy", "mine") == first, "an attempt without a result hides none"
     _run(store, other)
     assert _said(store, toy_spec(seed=8, pipeline="other")) == ("RUN", "seed: 7 -> 8, toy.kl.coef: 0.2 -> 0.05")
-    assert store.latest("toy") == last_record(store, other) != first
+    assert store.latest("toy") == store.latest(other.label, other.pipeline) != first
 
 
 def test_a_run_then_hits_with_when_and_how_long(store):

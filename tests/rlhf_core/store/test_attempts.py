@@ -10,7 +10,7 @@ import pytest
 
 from rlhf_core.errors import ArtifactError
 from rlhf_core.stage.checkpoints import Checkpoints, damaged_archive
-from rlhf_core.stage.run import find
+from rlhf_core.stage.run import find_hit
 from rlhf_core.store import attempts
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.attempts import AttemptFolder
@@ -186,7 +186,7 @@ def test_a_hit_tidies_up_after_a_process_that_was_killed_right_behind_its_record
     ref, decision = run_toy(store)
     key = decision.key
     folder = as_a_kill_leaves_it(store, key)
-    found = find(store, toy_spec())
+    found = find_hit(store, toy_spec())
     assert found is not None and found[0].handle == ref
     assert [item.status for item in attempts.history(folder)] == ["committed"]
     assert not attempts.checkpoints(folder).exists() and attempts.unfinished_work(folder) == []

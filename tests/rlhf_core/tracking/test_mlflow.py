@@ -16,7 +16,7 @@ import pytest
 from mlflow import MlflowClient
 
 from rlhf_core.tracking import mlflow_client
-from rlhf_core.tracking.mlflow import MlflowTracker, reconcile, reconcile_all
+from rlhf_core.tracking.mlflow import MlflowTracker, end_all_dead_runs, end_dead_runs
 from rlhf_core.tracking.mlflow_client import TrackingError
 from rlhf_core.tracking.mlflow_delivery import DESCRIPTION_CHARACTERS, STAGES_TAG
 from rlhf_core.tracking.pipeline_runs import stage_runs
@@ -314,25 +314,25 @@ def test_only_runs_whose_process_is_gone_are_ended(make, client):
     tracker = make()
     living = tracker.run_id
     experiment = client.get_experiment_by_name("rlhf").experiment_id
-    dead = client.create_run(experiment, tags=mlflow_client.tags() | {"owner.pid_started": "1"}).info.run_id
+    dead = client.create_run(experiment, tags=mlflow_client.owner_tags() | {"owner.pid_started": "1"}).info.run_id
     foreign = client.create_run(experiment).info.run_id
-    assert [run.run_id for run in reconcile(client, experiment)] == [dead]
+    assert [run.run_id for run in end_dead_runs(client, experiment)] == [dead]
     assert [client.get_run(run).info.status for run in (living, dead, foreign)] == ["RUNNING", "KILLED", "RUNNING"]
 
 
 def test_every_experiment_is_reconciled_and_what_was_ended_is_named(client, database):
     elsewhere = client.create_experiment("another")
     changes = {"owner.pid_started": "1", "mlflow.runName": "night"}
-    dead = client.create_run(elsewhere, tags=mlflow_client.tags() | changes).info.run_id
-    (ended,) = reconcile_all(f"sqlite:///{database}")
+    dead = client.create_run(elsewhere, tags=mlflow_client.owner_tags() | changes).info.run_id
+    (ended,) = end_all_dead_runs(f"sqlite:///{database}")
     assert (ended.experiment, ended.name, ended.run_id) == ("another", "night", dead)
     assert client.get_run(dead).info.status == "KILLED"
-    assert reconcile_all(f"sqlite:///{database}") == []
+    assert end_all_dead_runs(f"sqlite:///{database}") == []
 
 
 def test_a_server_that_is_away_is_one_line_for_who_asked():
     with pytest.raises(TrackingError, match=r"^MLflow at http://127.0.0.1:9: does not answer \(.*\); try again$"):
-        reconcile_all("http://127.0.0.1:9")
+        end_all_dead_runs("http://127.0.0.1:9")
 
 
 def test_a_stage_that_starts_over_gets_a_run_of_its_own(make, client):

@@ -46,7 +46,7 @@ def ended() -> int:
 )
 def test_an_owner_is_gone_if_its_process_on_this_machine_has_ended(changes, gone):
     changed = {name: str(ended()) if value == "ended" else value for name, value in changes.items()}
-    process = mlflow_client.from_tags(mlflow_client.tags() | changed)
+    process = mlflow_client.from_tags(mlflow_client.owner_tags() | changed)
     assert process is not None and is_gone(process) is gone
 
 

@@ -11,7 +11,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import TEMPORARILY_UNAVAILABLE
 
 from rlhf_core.tracking.mlflow_delivery import TRIES_OF_ONE_RECORD, Delivery
-from rlhf_core.tracking.outbox import Outbox, Record, Unreachable
+from rlhf_core.tracking.outbox import Outbox, Record, ServerUnreachable
 from tests.support.forks import soon
 
 
@@ -26,7 +26,7 @@ class Server:
     def __call__(self, records: Sequence[Record]) -> int:
         self.threads.add(threading.current_thread().name)
         if not self.up:
-            raise Unreachable("down")
+            raise ServerUnreachable("down")
         self.got += records[:2]
         return len(records[:2])
 
@@ -205,7 +205,7 @@ def test_a_record_of_an_unknown_run_is_skipped(delivery):
 def test_a_server_that_does_not_answer_is_noticed_in_seconds_and_asked_again():
     delivery = Delivery("http://127.0.0.1:9", experiment="rlhf", artifact_root=None)
     for _ in range(TRIES_OF_ONE_RECORD + 1):  # never given up
-        with pytest.raises(Unreachable, match="does not answer"):
+        with pytest.raises(ServerUnreachable, match="does not answer"):
             delivery([opened("r1")])
 
 
@@ -216,7 +216,7 @@ def test_a_record_that_alone_keeps_failing_does_not_hold_up_the_others(delivery)
     for _ in range(TRIES_OF_ONE_RECORD):
         try:
             skipped += delivery([broken])
-        except Unreachable:
+        except ServerUnreachable:
             continue
     assert skipped >= 1
 
@@ -242,7 +242,7 @@ def test_records_wait_for_a_database_that_is_locked_or_full(delivery, database, 
     with monkeypatch.context() as patch:
         patch.setattr(client, "log_batch", locked)
         for _ in range(TRIES_OF_ONE_RECORD + 1):  # never given up, although reading works
-            with pytest.raises(Unreachable, match="database is locked"):
+            with pytest.raises(ServerUnreachable, match="database is locked"):
                 delivery([points("r1", 1, loss=2.0)])
     assert delivery([points("r1", 1, loss=2.0)]) == 1
     assert client.get_run(delivery.runs["r1"].run_id).data.metrics == {"loss": 2.0}

@@ -9,10 +9,17 @@ import pytest
 from rlhf_core.errors import ConfigError
 from rlhf_core.tracking import review_queues
 from rlhf_core.tracking.mlflow_client import create_database, open_client
-from rlhf_core.tracking.review_queues import Answer, Question, QueueState, ReviewError, ReviewItem, review_queue
+from rlhf_core.tracking.review_queues import (
+    QueueState,
+    ReviewAnswer,
+    ReviewError,
+    ReviewItem,
+    ReviewQuestion,
+    review_queue,
+)
 from tests.support.reviewers import answer, queues
 
-QUESTION = Question("preferred", "Which is better?", ("A", "B", "tie"))
+QUESTION = ReviewQuestion("preferred", "Which is better?", ("A", "B", "tie"))
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +33,7 @@ def items(count: int) -> list[ReviewItem]:
     return [ReviewItem(f"c{n}", f"Request {n}", f"### A\n\n> good {n}\n\n### B\n\n> bad {n}") for n in range(count)]
 
 
-def state(database: str, experiment: str, rows: list[ReviewItem], *, question: Question = QUESTION) -> QueueState:
+def state(database: str, experiment: str, rows: list[ReviewItem], *, question: ReviewQuestion = QUESTION) -> QueueState:
     return review_queue(database, experiment=experiment, name="ada x1", user="ada", question=question, items=rows)
 
 
@@ -74,7 +81,7 @@ def test_answers_come_back_with_their_reason_and_source(database):
     found = state(database, "answered", items(4))
     assert (found.items, found.done) == (4, 4)
     assert found.answers == tuple(
-        Answer(n, v, "because", "default") for n, v in (("c0", "A"), ("c1", "tie"), ("c3", "B"))
+        ReviewAnswer(n, v, "because", "default") for n, v in (("c0", "A"), ("c1", "tie"), ("c3", "B"))
     )
 
 
@@ -91,7 +98,7 @@ def test_an_answer_that_was_changed_counts_as_it_is_now(database):
 
 
 def test_another_instruction_is_another_queue_and_no_answer_is_lost(database):
-    kinder = Question("preferred", "Which is kinder?", QUESTION.options)
+    kinder = ReviewQuestion("preferred", "Which is kinder?", QUESTION.options)
     state(database, "instructed", items(2))
     assert answer(database, "instructed", "ada x1", lambda item, text: "A", at_most=1) == 1
     # An answer to another question is none to this one.

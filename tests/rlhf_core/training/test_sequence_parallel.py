@@ -21,7 +21,7 @@ from rlhf_core.models.initialize import initialize_llama
 from rlhf_core.models.loading import load_model
 from rlhf_core.training.objectives.base import PolicyObjective, SftObjective, ValueObjective
 from rlhf_core.training.objectives.preference import PairObjective
-from rlhf_core.training.sequence_parallel import spread
+from rlhf_core.training.sequence_parallel import spread_rows
 from rlhf_core.training.state import LAUNCHER
 from tests.rlhf_core.training.conftest import TINY
 from tests.rlhf_core.training.ranks import load, run_ranks
@@ -104,11 +104,11 @@ def test_two_ranks_that_share_rows_or_weights_are_one_rank(cases, tmp_path):
 def test_what_cannot_be_shared_is_refused(policy_spec, monkeypatch):
     model = load_model(policy_spec, dtype="float32", attention="sdpa", gradient_checkpointing=False, device="cpu")
     with pytest.raises(ConfigError, match="sequence_parallel = 2: does not divide the 1 train workers"):
-        spread(model, 2)
+        spread_rows(model, 2)
     for name, value in zip(LAUNCHER, ("0", "3", "127.0.0.1", "29500"), strict=True):
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="sequence_parallel = 3: does not divide the 4 attention heads"):
-        spread(model, 3)
+        spread_rows(model, 3)
 
 
 def test_settings_that_do_not_go_together_are_refused():
@@ -135,7 +135,7 @@ def test_attention_in_a_window_is_refused(tmp_path):
         sliding_window=8,
     )
     model = MistralForCausalLM(shape)
-    spread(model, 1)
+    spread_rows(model, 1)
     ids = torch.arange(6).unsqueeze(0)
     with pytest.raises(ConfigError, match=r"MistralAttention asks for \{'sliding_window': 8\}"):
         model.base_model(input_ids=ids, position_ids=ids)

@@ -20,7 +20,7 @@ from rlhf_core.errors import ConfigError, TrainingError
 from rlhf_core.training.adamw import adamw
 from rlhf_core.training.state import (
     LAUNCHER,
-    copied,
+    copy_tensors,
     engine_settings,
     load_random_state,
     load_training_state,
@@ -91,7 +91,7 @@ def test_a_rank_that_the_checkpoint_does_not_know_starts_from_the_seed(tmp_path)
 def test_a_copy_holds_what_was_there_when_it_was_taken():
     tensor = torch.arange(6.0)
     value = OrderedDict(state=[{"half": tensor[:3]}, (tensor, 5)], shape=torch.Size([2, 3]))
-    taken = copied(value)
+    taken = copy_tensors(value)
     tensor.zero_()
     assert type(taken) is OrderedDict and taken["shape"] == torch.Size([2, 3])
     assert taken["state"][0]["half"].tolist() == [0, 1, 2]
@@ -101,7 +101,7 @@ def test_a_copy_holds_what_was_there_when_it_was_taken():
 
 def test_what_is_in_host_memory_may_stay_where_it_is_but_for_parts_of_buffers(tmp_path):
     moments, step, buffer = torch.arange(4.0), torch.tensor(3.0), torch.arange(6.0)
-    taken = copied({"state": {0: {"exp_avg": moments, "step": step}}, "part": buffer[2:4]}, in_place=True)
+    taken = copy_tensors({"state": {0: {"exp_avg": moments, "step": step}}, "part": buffer[2:4]}, in_place=True)
     assert taken["state"][0]["exp_avg"].data_ptr() == moments.data_ptr()
     assert taken["state"][0]["step"].data_ptr() == step.data_ptr()
     assert taken["part"].tolist() == [2, 3] and taken["part"].untyped_storage().nbytes() == 8

@@ -12,7 +12,13 @@ from rlhf_core.errors import ConfigError
 from rlhf_core.rewards.isolation import IsolatedReward, WorkerSettings
 from rlhf_core.store.fingerprint import hash_file
 from rlhf_core.types import Completion, Generation, Message, Prompt
-from rlhf_core.user_code.dependencies import check_files, check_functions, unseen_reads, user_code, user_code_digest
+from rlhf_core.user_code.dependencies import (
+    check_file_digests,
+    check_functions,
+    unseen_reads,
+    user_code,
+    user_code_digest,
+)
 from rlhf_core.user_code.modules import load_callable
 
 REWARD = '''
@@ -288,13 +294,13 @@ def test_a_file_is_checked_against_the_digest_that_it_had(tmp_path):
     file = tmp_path / "agent.sh"
     file.write_text("echo 1")
     had = {str(file): hash_file(file)}
-    check_files(had, key="agent")
+    check_file_digests(had, key="agent")
     file.write_text("echo 2")
     with pytest.raises(ConfigError, match=r"agent = .*agent\.sh': its code"):
-        check_files(had, key="agent")
+        check_file_digests(had, key="agent")
     file.unlink()
     with pytest.raises(ConfigError, match="has changed since the stage began"):
-        check_files(had, key="agent")
+        check_file_digests(had, key="agent")
 
 
 @pytest.mark.parametrize("shadowed", [False, True])
