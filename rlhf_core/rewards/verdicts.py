@@ -9,10 +9,13 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 from rlhf_core.config.rewards import JsonVerdict, PatternVerdict
 from rlhf_core.text import fold
+
+_pattern = partial(re.compile, flags=re.IGNORECASE)
 
 _UNIT = r"(?:(?:points?|pts?|marks?|stars?|punkte?n?|puntos?|punti)(?![^\W_])|[分点점★⭐])"
 _DIGITS = r"(?:(?<!\d)\d++(?:[.,]\d++)?(?:e[-+]?\d++)?)"
@@ -27,8 +30,8 @@ _ASPECTS = (
 )
 _SPACES = re.compile(r"[^\S\n]+")
 _NUMBER = re.compile(r"[-+]?(?:\d+(?:[.,]\d+)?|[.,]\d+)(?:[eE][-+]?\d+)?")
-_MARKUP = re.compile(r"\n?```(?:\w+\n)?|</?[a-z]+\s*/?>|&nbsp;|\\[a-z]*|[*_`$~{}\ufe0f\u20e3]", re.IGNORECASE)
-_SCALE = re.compile(
+_MARKUP = _pattern(r"\n?```(?:\w+\n)?|</?[a-z]+\s*/?>|&nbsp;|\\[a-z]*|[*_`$~{}\ufe0f\u20e3]")
+_SCALE = _pattern(
     rf"(?:(?<![\w.,])(?P<again>{_DIGITS})\s*{_UNIT}?\s*)?(?:(?:/\s*\(?|(?<![^\W\d_])(?:(?:out[\s-]+)?(?:of|from)"
     r"|out|over|divided\s+by|on|von|van|aus|sur|sobre|de|su|из|in|auf)"
     r"\s*:?(?:\s+(?:an?|one|the|possible|max\w*|total|of)(?![^\W_])){0,4}\s+|[满滿]分|up\s+to"
@@ -37,15 +40,14 @@ _SCALE = re.compile(
     r"|(?P<percent>%|(?<![^\W_])(?:per\s?cent(?:age|ile)?|pct|prozent)(?![^\W_])))"
     rf"(?:[\s-]*(?:{_UNIT}|possible|likert|scale))*"
     rf"|(?:{_RANGE})?(?P<last>{_TOP})[\s-]*(?:(?:{_UNIT}[\s-]*)?(?:scale|likert|[满満]点|[满滿]分)"
-    rf"|{_UNIT}[\s-]*(?:score|rating)|(?:(?:is|=|:|being|as|means)\s+(?:an?\s+|the\s+)?)?{_BEST})",
-    re.IGNORECASE,
+    rf"|{_UNIT}[\s-]*(?:score|rating)|(?:(?:is|=|:|being|as|means)\s+(?:an?\s+|the\s+)?)?{_BEST})"
 )
 """A scale, named by its highest score, perhaps with the score `again`: `/10`, `(0-10)`, `10 is best`, `(8/10)`, `80%`."""
 _NUMERAL = rf"(?:{_DIGITS}|{'|'.join(_WORDS)})"
 _GAP = r"[\s:=_\"'|.-]*(?:[^\W\d_]+[\s:=_\"'|.-]+)"
 _SPAN = rf"(?:[-+]?{_NUMERAL}\s*(?:-|to|through|[–—…]|\.\.+)\s*)"
 _IDEAL = r"(?:excellent|flawless|ideal|outstanding)"
-_STATED = re.compile(
+_STATED = _pattern(
     rf"(?<![^\W_])(?:(?:scale|likert|range|rubric|points){_GAP}{{0,3}}[\s:=(\[]*(?:{_RANGE}|{_SPAN})(?P<end>{_TOP})"
     rf"|(?:scor(?:es?|ing)|rat(?:ings?|e[ds]?)|grad(?:ing|e[ds]?)|marks?){_GAP}{{0,3}}"
     rf"(?:[(\[]\s*{_SPAN}|(?:from|of|in|are|go|on|run)\s+{_SPAN}|between\s+{_NUMERAL}\s+and\s+)(?P<span>{_TOP})"
@@ -55,11 +57,10 @@ _STATED = re.compile(
     rf"|total\s+(?:points|marks)){_GAP}{{0,4}}?(?P<most>{_TOP})\s*(?:{_UNIT}|$|[).,;:!])"
     rf"|(?:{_SPAN})?(?P<best>{_TOP})[\s-]*(?:{_UNIT}[\s-]*)?(?:scale|likert|=\s*(?:good|great|{_IDEAL})|(?:is|means|as\s+the)\s+{_IDEAL}|\(\s*{_BEST}\s*\)"
     r"|(?:is|=|:|being|as|means|would\s+be|the|(?:is\s+)?(?:reserved\s+)?for)\s*(?:an?\s+|the\s+|for\s+)?"
-    rf"(?:{_BEST}|full)(?![^\W_]))|^\W*{_SPAN}(?P<alone>{_TOP})\W*$|^\W*(?P<legend>{_TOP})\s*\W\s*(?:{_BEST}|excellent)(?![^\W_]))",
-    re.IGNORECASE,
+    rf"(?:{_BEST}|full)(?![^\W_]))|^\W*{_SPAN}(?P<alone>{_TOP})\W*$|^\W*(?P<legend>{_TOP})\s*\W\s*(?:{_BEST}|excellent)(?![^\W_]))"
 )
 """A scale in any sentence of a reply: `Scores go from 1 to 5`, `Full marks: 5`, `5 is best`, `a 5-point scale`."""
-_COUNT = re.compile(
+_COUNT = _pattern(
     r"(?<![-+*×=/~±.,\d])(?<![-+*×=/~±]\s)"
     rf"(?:(?:top|best|first|last|between\s+{_DIGITS}\s+and)[\s-]+(?={_DIGITS}))?"
     rf"(?:{_DIGITS}\s*(?:=|:|is|being|means)\s*(?:the\s+)?(?:worst|bad|poor|lowest|min\w*|wrong)"
@@ -67,11 +68,10 @@ _COUNT = re.compile(
     rf"\s+{_DIGITS}|{_DIGITS}(?:\s*%\s*(?:of\s+)?(?!{_BEST}|{_UNIT}|overall)[^\W\d_]{{3,}}"
     rf"|\s+{_UNIT}\s+(?:off|lost|deducted|missing)|(?:\s*(?:/|(?:out\s+)?of)\s*(?:the\s+|its\s+|all\s+)?{_DIGITS})?"
     rf"[\s-]+(?:(?!for\s)[^\W\d_]+\s+)?(?!{_UNIT}|(?:\w?[ai]s|this|plus|minus|less|means|flawless)\b)"
-    r"(?:[^\W\d_]{2,}s|criteria|people|error|mistake|typo|flaw|issue|problem|list|accuracy)\b))",
-    re.IGNORECASE,
+    r"(?:[^\W\d_]{2,}s|criteria|people|error|mistake|typo|flaw|issue|problem|list|accuracy)\b))"
 )
 """A number in an explanation that is no score: `2 errors`, `3 of 4 facts`, `20% of the facts`, `step 2`, `1 point off`."""
-_OTHER_NUMBER = re.compile(
+_OTHER_NUMBER = _pattern(
     rf"(?:(?<![^\W_])(?:{_ASPECTS})(?:\s+score)?[\s:=(-]*{_DIGITS}(?:\s*/\s*{_DIGITS})?"
     rf"|(?<![^\W_])(?:sub|not|pass(?:ing)?|top|best|highest|perfect|full|max\w*|min\w*)[\s-]*score\W*{_DIGITS}"
     rf"|(?<![\d.,])(?:{_DIGITS}(?:\s*[+*×÷^=<>]\s*|\s+-\s+))+[-+]?{_DIGITS}(?:\s+(?:is|equals|gives|makes)\s+(?:not\s+)?{_DIGITS})?"
@@ -80,8 +80,7 @@ _OTHER_NUMBER = re.compile(
     rf"|(?:answer|response|reference|text)\s+(?:says|said|gives|gave|states|claims|has|names|lists|writes)\s+(?:that\s+)?{_DIGITS}"
     rf"|{_DIGITS}\s+(?:are|were|have|had|lack)(?![^\W_])"
     rf"|(?<![\d.,])1\s+(?!(?:{_UNIT}|because|since|instead|after|overall|total|seems|would|should|maybe|for|now|then|final"
-    r"|given|due|with|and|but|fits|feels|rather|might|based|was|the|this|is)\b)[^\W\d_]{3,})",
-    re.IGNORECASE,
+    r"|given|due|with|and|but|fits|feels|rather|might|based|was|the|this|is)\b)[^\W\d_]{3,})"
 )
 """A number after a score that is none: of an aspect, an equation, a price, a name, or of what the answer says."""
 _GOOD = rf"(?:{_BEST}|full|(?:very\s+)?(?:excellent|great|outstanding|flawless|good|correct|right|ideal))"
@@ -89,55 +88,49 @@ _BAD = (
     r"(?:worst|lowest|minimum|(?:very\s+|really\s+)?(?:terrible|awful|horrible|poor|bad|wrong|incorrect|unacceptable"
     r"|useless|fail(?:ed|ure|s|ing)?|false|weak|low))"
 )
-_STATEMENT = re.compile(r"(?<!max)(?<!i\.e)(?<!e\.g)[.!?]++(?=\s|$)|(?<!:)\n", re.IGNORECASE)
-_CLAUSE = re.compile(r"(?<!i\.e)(?<!e\.g)[.!?]++(?=\s)|[\n;|]", re.IGNORECASE)
-_DOUBT = re.compile(
+_STATEMENT = _pattern(r"(?<!max)(?<!i\.e)(?<!e\.g)[.!?]++(?=\s|$)|(?<!:)\n")
+_CLAUSE = _pattern(r"(?<!i\.e)(?<!e\.g)[.!?]++(?=\s)|[\n;|]")
+_DOUBT = _pattern(
     r"(?<![^\W_])(?:not|never|cannot|\w+n['’]t|would|could|might|may|if|unless|were|had|ideal|perfect|best|flawless|reference"
     r"|previous|earlier|others?|another|examples?|e\.g|format|form|schema|sample|drafts?|hypothetical|tempted|instead|rather|instance|suppose|imagine"
-    r"|(?:correct|good|right)\s+(?:answer|response|one)|(?:part|section|answer|question|criterion|item)\s+(?:[A-H]|\d+))(?![^\W_])",
-    re.IGNORECASE,
+    r"|(?:correct|good|right)\s+(?:answer|response|one)|(?:part|section|answer|question|criterion|item)\s+(?:[A-H]|\d+)"
+    r"|(?:max(?:imum)?\.?|min(?:imum)?|pass(?:ing)?|top|highest|possible|full)[\s*_]+(?:possible[\s*_]+)?$)(?![^\W_])"
 )
 """Before a score, in its clause: it may not be the score of what is judged."""
-_DECIDES = re.compile(
-    r"(?<![^\W_])(?:final|overall|total|revised|updated|corrected|new|no|actually|correction|wait)(?:\W|(?:is|score|rating|then)\b)*$",
-    re.IGNORECASE,
+_DECIDES = _pattern(
+    r"(?<![^\W_])(?:final|overall|total|revised|updated|corrected|new|no|actually|correction|wait)(?:\W|(?:is|score|rating|then)\b)*$"
 )
 """Before a score: it counts more than others before it."""
-_REVERSED = re.compile(
+_REVERSED = _pattern(
     r"(?<![^\W_])(?:lower|smaller|fewer|less)(?:\s+\w+){0,2}\s+(?:(?:is|are|means?)\s+|=\s*)?(?:the\s+)?better"
     r"|(?<!step )(?<!part )(?<!line )(?<!claim )(?<!fact )(?<!item )(?<!test )(?<!case )(?<!point )(?<!answer )"
-    rf"(?<!question )(?<!criterion )(?<!section )(?P<worst>{_DIGITS})\s*(?:=|:|means|being|\()\s*(?:the\s+)?{_BAD}(?![^\W_])",
-    re.IGNORECASE,
+    rf"(?<!question )(?<!criterion )(?<!section )(?P<worst>{_DIGITS})\s*(?:=|:|means|being|\()\s*(?:the\s+)?{_BAD}(?![^\W_])"
 )
 """Words that low scores are the good ones, perhaps with the `worst` score."""
-_REORDERED = re.compile(
+_REORDERED = _pattern(
     r"(?:revers\w*|other|opposite|swapped)\s+order|last\s+to\s+first|(?:B|second|last)\s+(?:is\s+|comes\s+)?first"
-    r"|(?:de|a)scending|sorted\s+by|(?:best|worst)\s+to\s+(?:best|worst)",
-    re.IGNORECASE,
+    r"|(?:de|a)scending|sorted\s+by|(?:best|worst)\s+to\s+(?:best|worst)"
 )
 _ANSWER = re.compile(r"(?:(?:answer|response)\W*)?(?:[a-h]|\d|first|second|third|fourth|last)")
-_ORDER = re.compile(r"order|rank|id|answer|label|name|index|position|sequence|permut", re.IGNORECASE)
-_REVERSE = re.compile(r"revers|swap", re.IGNORECASE)
+_ORDER = _pattern(r"order|rank|id|answer|label|name|index|position|sequence|permut")
+_REVERSE = _pattern(r"revers|swap")
 """Other fields with the names of answers, such as the order in which their scores are given."""
 _FIRST, _NUMBERS = (re.compile(rf"^\W*{number}[.)]\s", re.MULTILINE) for number in ("1", r"\d{1,2}"))
 """Numbers of a list that begins with 1."""
 _BRIEF = 3  # words of a statement that is about its number, even if that is out of the range
-_EXPLAINS = re.compile(
+_EXPLAINS = _pattern(
     rf"\s*{_UNIT}?[\s)\]]*(?:$|//|/\*|-+[\s>]"
     r"|[,;:.!|()\[\]<>='\"#—–→⇒\u2190-\u2604\u2607-\u2bff\U0001f000-\U0001ffff]"
     r"|(?:because|since|as|for|due|given|with|which|while|but|although|though|where|when"
     r"|overall|total|in|on|over|and|this|it|the|reason\w*|explanation|justification|comments?|feedback|rationale"
-    r"|very|good|great|excellent|perfect|fair|poor|bad|correct|right)\b)",
-    re.IGNORECASE,
+    r"|very|good|great|excellent|perfect|fair|poor|bad|correct|right)\b)"
 )
 """What may come after a score: nothing, a mark, or a word that begins an explanation."""
-_UNREAD = re.compile(r"\d|\b(?:half|hundred|thousand|million|tenths|hundredths)\b|[½¼¾‰°€£¥]", re.IGNORECASE)
+_UNREAD = _pattern(r"\d|\b(?:half|hundred|thousand|million|tenths|hundredths)\b|[½¼¾‰°€£¥]")
 _STARS = re.compile(r"[★⭐]*☆+")
-_CHANGES = re.compile(
-    rf"(?<!the )(?<!all )(?<!of )(?<![^\W_])(?:zero|{'|'.join(_NAMES[1:])})\W*$|minus|deduct", re.IGNORECASE
-)
+_CHANGES = _pattern(rf"(?<!the )(?<!all )(?<!of )(?<![^\W_])(?:zero|{'|'.join(_NAMES[1:])})\W*$|minus|deduct")
 _FULL, _LEAST, _PRAISE, _BLAME = (
-    re.compile(rf"\W*(?:{_UNIT}\W*)?(?:the\s+)?{words}(?![^\W_]){end}", re.IGNORECASE)
+    _pattern(rf"\W*(?:{_UNIT}\W*)?(?:the\s+)?{words}(?![^\W_]){end}")
     for words, end in (
         (rf"(?:{_BEST}|full)(?:\s+(?:score|marks?|rating|points?))?", r"\s*(?:[).,;!]|$)"),
         (r"(?:worst|lowest|minimum)(?:\s+(?:possible|score|marks?|rating))*", r"\s*(?:[).,;!]|$)"),
@@ -146,32 +139,25 @@ _FULL, _LEAST, _PRAISE, _BLAME = (
     )
 )
 """After a score: words that it is the highest, the lowest, good or bad."""
-_STARS_OF = re.compile(r"\s*(?:stars?(?![^\W_])|[★⭐])", re.IGNORECASE)
-_OTHER_SCORE = re.compile(
-    r"(?:max(?:imum)?\.?|min(?:imum)?|pass(?:ing)?|top|best|highest|possible|perfect|full)[\s*_]+(?:possible[\s*_]+)?$",
-    re.IGNORECASE,
-)
-_NAMED_SCORE = re.compile(
+_STARS_OF = _pattern(r"\s*(?:stars?(?![^\W_])|[★⭐])")
+_NAMED_SCORE = _pattern(
     r"(?<![^\W_])(?!(?:the|an?|my|your|its|this|is|give|final|overall|total|revised|updated|corrected|new"
-    r"|so|thus|therefore|hence|and|with|answer|response)[\s*_]+$)[^\W\d_]+[\s*_]*$",
-    re.IGNORECASE,
+    r"|so|thus|therefore|hence|and|with|answer|response)[\s*_]+$)[^\W\d_]+[\s*_]*$"
 )
 """Before `score`, in its line: the score of something else, such as the style."""
-_MAXIMUM = re.compile(
+_MAXIMUM = _pattern(
     r"(?:(?:score|rating|rubric|points?|total|marks?)[\W_]*)*(?:(?:out|of|max(?:imum)?|scale|range|possible|full|upper|bound"
     r"|top|best|high(?:est)?|ceiling|limit|denominator|perfect|units?)[\W_]*)+"
-    r"(?:(?:score|rating|points?|total|marks?|value)[\W_]*)*",
-    re.IGNORECASE,
+    r"(?:(?:score|rating|points?|total|marks?|value)[\W_]*)*"
 )
 """Names of fields for the highest score: `max_score`, `outOf`, `points possible`."""
-_REVISED = re.compile(
-    r"(?=\w)(?:final|revised|adjusted|corrected|updated|overall|total)?[\W_]*(?:score|rating|grade|verdict)?",
-    re.IGNORECASE,
+_REVISED = _pattern(
+    r"(?=\w)(?:final|revised|adjusted|corrected|updated|overall|total)?[\W_]*(?:score|rating|grade|verdict)?"
 )
-_SHARE = re.compile(r"(?:score[\W_]*)?(?:percent(?:age)?|pct)", re.IGNORECASE)
-_SCORE = re.compile(r"score|rating", re.IGNORECASE)
-_SCALED_NAME = re.compile(
-    rf"(score[\s*_]*)[(\[](?:out\s+of\s|max\w*\.?\s|{_SPAN})\s*{_TOP}\s*{_UNIT}?[)\]](?=[\s*_]*[:=])", re.IGNORECASE
+_SHARE = _pattern(r"(?:score[\W_]*)?(?:percent(?:age)?|pct)")
+_SCORE = _pattern(r"score|rating")
+_SCALED_NAME = _pattern(
+    rf"(score[\s*_]*)[(\[](?:out\s+of\s|max\w*\.?\s|{_SPAN})\s*{_TOP}\s*{_UNIT}?[)\]](?=[\s*_]*[:=])"
 )
 """A scale between `score` and its colon, where the default pattern does not expect one."""
 _BRACKETED = re.compile(
@@ -181,24 +167,20 @@ _BRACKETED = re.compile(
 """A score in brackets or quotation marks, which the default pattern does not look for."""
 _SEPARATOR = re.compile(r"[\n;|]|,\s|\s(?:and|und|et)\s")
 _THOUGHT = r"(?:seed:)?\w*(?:think|thought|scratch|reflect|reason|analys|monolog|deliberat|draft|cot)\w*"
-_THOUGHTS, _THOUGHTS_END = (
-    re.compile(rf"(?:<{end}{_THOUGHT}>|\[{end}THINK\]|◁{end}think▷)", re.IGNORECASE) for end in ("", "/")
-)
+_THOUGHTS, _THOUGHTS_END = (_pattern(rf"(?:<{end}{_THOUGHT}>|\[{end}THINK\]|◁{end}think▷)") for end in ("", "/"))
 _TAGGED = re.compile(
     r"<([a-z][\w:-]*)(?:\s[^<>]*)?>(?:(?!<\1[\s>]).)*?</\1>|\[THINK\].*?\[/THINK\]|◁think▷.*?◁/think▷",
     re.IGNORECASE | re.DOTALL,
 )
-_OPEN_TAG = re.compile(
+_OPEN_TAG = _pattern(
     r"(?!.*(?:think|thought))(?:.*(?:score|rating|grade|mark|point|verdict|judg|evaluat|assess|answer|final|result|output"
     r"|respon|repl|conclu|decision|overall|total|json).*|[biusap]|em|strong|div|span|h\d|[uo]l|li|t[drt]|table|tbody|pre"
-    r"|code|center|small|big|font|html|body|section|article|blockquote|kbd|su[bp]|details|summary)",
-    re.IGNORECASE,
+    r"|code|center|small|big|font|html|body|section|article|blockquote|kbd|su[bp]|details|summary)"
 )
 """Names of tags around what a judge says to us; others are around thoughts, examples and quotations."""
 _OF_ANSWER = re.compile(r"(?<![^\W_])(?:[B-H]|A(?=\W*$)|(?i:first|second|third|fourth|last|former|latter))(?![^\W_])")
 """The name of an answer beside a score in a list, whose order may be another one."""
 _NUMBERED = re.compile(r"\d+[.)]\s+\W*\d")
-_BRACE = re.compile(r'"(?:\\.|[^"\\])*"|[{}]', re.DOTALL)
 _OPENING, _LIST = re.compile(r"[\[{]"), re.compile(r"\[\s*\{")
 _FIELD = re.compile(r"""\{\s*(?:"[^"]*"|'[^']*'|\w+)\s*:""")
 
@@ -378,7 +360,7 @@ def _locate(text: str, verdict: PatternVerdict | JsonVerdict, *, whole: bool = F
         matches = [one for one in re.finditer(verdict.pattern, spoken) if one[1] is not None]
         found = [(one[1], spoken[: one.start()], spoken[one.end(1) :], one[0]) for one in matches]
     clauses = [(one, _CLAUSE.split(one[1])[-1]) for one in found]
-    clauses = [(one, said) for one, said in clauses if not _OTHER_SCORE.search(said) and not _DOUBT.search(said)]
+    clauses = [(one, said) for one, said in clauses if not _DOUBT.search(said)]
     named = [one for one in clauses if _SCORE.match(one[0][3]) and _NAMED_SCORE.search(one[1])]
     clauses = [one for one in clauses if one not in named] or named
     if not clauses or (len({str(one[0]) for one, _ in clauses}) > 1 and not _DECIDES.search(clauses[-1][0][1])):
@@ -423,7 +405,11 @@ def _objects(text: str) -> Iterator[tuple[dict[str, Any], int, int]]:
         except (ValueError, RecursionError):
             if _LIST.match(text, start):
                 return  # its objects are not outermost
-            at = _closed(text, start) if _FIELD.match(text, start) else start + 1
+            at = start + 1
+            if _FIELD.match(text, start):  # an object that is broken: the next one begins after it
+                at = text.find("}", at) + 1
+                if not at or "{" in text[start + 1 : at]:
+                    return
         else:
             if isinstance(value, dict):
                 yield value, start, at
@@ -433,13 +419,3 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(dict(pairs)) < len(pairs):
         raise ValueError("a key twice")
     return dict(pairs)
-
-
-def _closed(text: str, start: int) -> int:
-    """The place after the brace that closes the one at `start`, or the end of the text if it stays open."""
-    depth = 0
-    for token in _BRACE.finditer(text, start):
-        depth += {"{": 1, "}": -1}.get(token[0], 0)
-        if not depth:
-            return token.end()
-    return len(text)
