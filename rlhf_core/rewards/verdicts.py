@@ -178,9 +178,10 @@ _OPEN_TAG = _pattern(
     r"|code|center|small|big|font|html|body|section|article|blockquote|kbd|su[bp]|details|summary)"
 )
 """Names of tags around what a judge says to us; others are around thoughts, examples and quotations."""
-_OF_ANSWER = re.compile(r"(?<![^\W_])(?:[B-H]|A(?=\W*$)|(?i:first|second|third|fourth|last|former|latter))(?![^\W_])")
-"""The name of an answer beside a score in a list, whose order may be another one."""
-_NUMBERED = re.compile(r"\d+[.)]\s+\W*\d")
+_OF_ANSWER = re.compile(
+    r"(?<![^\W_])(?:[B-H]|A(?=\W*$)|(?i:first|second|third|fourth|last|former|latter))(?![^\W_])|^\d+[.)]\s+\W*\d"
+)
+"""The name or number of an answer beside a score in a list, whose order may be another one."""
 _OPENING, _LIST = re.compile(r"[\[{]"), re.compile(r"\[\s*\{")
 _FIELD = re.compile(r"""\{\s*(?:"[^"]*"|'[^']*'|\w+)\s*:""")
 
@@ -207,22 +208,17 @@ def read_scores(
     [8.0, 1.5]
     """
     found, after, spoken = _locate(text, verdict)
-    given, said = found, f"the judge's scores {str(found)[:80]!r}"
+    said = f"the judge's scores {str(found)[:80]!r}"
     _refuse_others(after, math.nan, low, high)
     _check_sentences(spoken, verdict, low, high)
     if isinstance(found, str):
         listed = fold(found).rstrip(" .").strip(" \t*_`[](){}")
-        commas = "," if not _SEPARATOR.search(listed) else None
-        given = listed.split(commas) if commas and "," in listed else _SEPARATOR.split(listed)
-        given = listed.split() if len(given) == 1 else given
-    if not isinstance(given, list) or len(given) != count:
+        found = _SEPARATOR.split(listed) if _SEPARATOR.search(listed) else listed.split("," if "," in listed else None)
+    if not isinstance(found, list) or len(found) != count:
         raise ValueError(f"{said} are not one for each of the {count} answers")
-    texts = [one.strip() for one in given if isinstance(one, str)]
-    if any(map(_NUMBERED.match, texts)):
-        raise ValueError(f"{said} are numbered; give the scores alone")
-    if any(map(_OF_ANSWER.search, texts)) or _REORDERED.search(spoken):
+    if _REORDERED.search(spoken) or any(isinstance(one, str) and _OF_ANSWER.search(one.strip()) for one in found):
         raise ValueError(f"{said} name answers; give the scores alone, in the order shown")
-    return [_checked(one, low, high) for one in given]
+    return [_checked(one, low, high) for one in found]
 
 
 def find_verdict(text: str, verdict: PatternVerdict | JsonVerdict) -> Any:
@@ -324,18 +320,18 @@ def _check_fields(others: dict[str, Any], low: float, high: float, value: float)
     """Raise ValueError if a field beside the score names another scale, another score or another order of the answers."""
     several = math.isnan(value)
     for name, said in others.items():
-        text = f"{said}".replace("percent", "100").replace("%", "100").replace("stars", "5")
-        tops = re.findall(_TOP, text, re.IGNORECASE)
-        number = value if several or isinstance(said, bool) or not isinstance(said, (int, float)) else float(said)
-        share = _SHARE.fullmatch(name) and number != value
-        highest = _MAXIMUM.fullmatch(name) and not (several and name == "best")
-        if (highest and tops and _plain(tops[-1]) != high) or (share and not math.isclose(number * high, value * 100)):
+        tops = re.findall(_TOP, re.sub("percent|%", "100", str(said)).replace("stars", "5"), re.IGNORECASE)
+        number = float(said) if type(said) in (int, float) and not several else value
+        highest = tops and _MAXIMUM.fullmatch(name) and not (several and name == "best")
+        if (highest and _plain(tops[-1]) != high) or (
+            _SHARE.fullmatch(name) and not math.isclose(number * high, value * 100)
+        ):
             raise ValueError(f"the judge's score is on another scale: {name} is {said!r}, not {high:g}")
         if _REVISED.fullmatch(name) and number != value and low <= number <= high:
             raise ValueError(f"the judge's reply has two scores: {value:g}, and {name} is {said!r}")
         items = [str(one).lower() for one in (said if isinstance(said, list) else re.split(r"[\s,;>]+", str(said)))]
         answers = all(map(_ANSWER.fullmatch, items)) and (_ORDER.search(name) or not "".join(items).isdigit())
-        if several and ((answers and items != sorted(items)) or (_REVERSE.match(name) and said)):
+        if several and ((answers and items != sorted(items)) or (said and _REVERSE.match(name))):
             raise ValueError(f"the judge's scores name answers: {name} is {said!r}; give them in the order shown")
 
 

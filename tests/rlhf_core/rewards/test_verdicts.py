@@ -235,7 +235,7 @@ def test_only_tags_of_verdicts_and_of_the_pattern_are_read():
 
 @pytest.mark.parametrize("said", ["1. 8\n2. 3", "1) 8\n2) 3"])
 def test_numbers_of_a_list_are_no_scores(said):
-    with pytest.raises(ValueError, match="are numbered"):
+    with pytest.raises(ValueError, match="name answers"):
         read_scores(f"Scores:\n{said}", PatternVerdict(pattern=r"(?s)Scores:\s*(.*)"), count=2, low=0, high=10)
 
 
