@@ -8,7 +8,7 @@ or a number after the score that nothing explains have a second reading: then th
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -129,16 +129,15 @@ _EXPLAINS = _pattern(
 _UNREAD = _pattern(r"\d|\b(?:half|hundred|thousand|million|tenths|hundredths)\b|[½¼¾‰°€£¥]")
 _STARS = re.compile(r"[★⭐]*☆+")
 _CHANGES = _pattern(rf"(?<!the )(?<!all )(?<!of )(?<![^\W_])(?:zero|{'|'.join(_NAMES[1:])})\W*$|minus|deduct")
-_FULL, _LEAST, _PRAISE, _BLAME = (
-    _pattern(rf"\W*(?:{_UNIT}\W*)?(?:the\s+)?{words}(?![^\W_]){end}")
-    for words, end in (
-        (rf"(?:{_BEST}|full)(?:\s+(?:score|marks?|rating|points?))?", r"\s*(?:[).,;!]|$)"),
-        (r"(?:worst|lowest|minimum)(?:\s+(?:possible|score|marks?|rating))*", r"\s*(?:[).,;!]|$)"),
-        (_GOOD, r"\s*(?:[).,;!]|$)"),
-        (_BAD, ""),
-    )
+_PRAISE = _pattern(
+    rf"\W*(?:{_UNIT}\W*)?(?:the\s+)?(?:(?P<most>(?:{_BEST}|full)(?:\s+(?:score|marks?|rating|points?))?)|{_GOOD})"
+    r"(?![^\W_])\s*(?:[).,;!]|$)"
 )
-"""After a score: words that it is the highest, the lowest, good or bad."""
+_BLAME = _pattern(
+    rf"\W*(?:{_UNIT}\W*)?(?:the\s+)?(?:(?P<most>(?:worst|lowest|minimum)(?:\s+(?:possible|score|marks?|rating))*)"
+    rf"\s*(?:[).,;!]|$)|{_BAD}(?![^\W_]))"
+)
+"""After a score: words that it is good or bad, perhaps the `most` that there is."""
 _STARS_OF = _pattern(r"\s*(?:stars?(?![^\W_])|[★⭐])")
 _NAMED_SCORE = _pattern(
     r"(?<![^\W_])(?!(?:the|an?|my|your|its|this|is|give|final|overall|total|revised|updated|corrected|new"
@@ -147,14 +146,13 @@ _NAMED_SCORE = _pattern(
 """Before `score`, in its line: the score of something else, such as the style."""
 _MAXIMUM = _pattern(
     r"(?:(?:score|rating|rubric|points?|total|marks?)[\W_]*)*(?:(?:out|of|max(?:imum)?|scale|range|possible|full|upper|bound"
-    r"|top|best|high(?:est)?|ceiling|limit|denominator|perfect|units?)[\W_]*)+"
+    r"|top|best|high(?:est)?|ceiling|limit|denominator|perfect|percent(?:age)?|pct|units?)[\W_]*)+"
     r"(?:(?:score|rating|points?|total|marks?|value)[\W_]*)*"
 )
 """Names of fields for the highest score: `max_score`, `outOf`, `points possible`."""
 _REVISED = _pattern(
     r"(?=\w)(?:final|revised|adjusted|corrected|updated|overall|total)?[\W_]*(?:score|rating|grade|verdict)?"
 )
-_SHARE = _pattern(r"(?:score[\W_]*)?(?:percent(?:age)?|pct)")
 _SCORE = _pattern(r"score|rating")
 _SCALED_NAME = _pattern(
     rf"(score[\s*_]*)[(\[](?:out\s+of\s|max\w*\.?\s|{_SPAN})\s*{_TOP}\s*{_UNIT}?[)\]](?=[\s*_]*[:=])"
@@ -248,13 +246,11 @@ def read_number(text: str, *, low: float, high: float) -> float:
         raise ValueError(f"{shown} is not a number")
     value, after = _plain(number[0]), text[number.end() :]
     first = _STATEMENT.split(after)[0]
-    left = _COUNT.sub("", first)
-    _check_scales(_SCALE.finditer(left), value, high)
-    left = _SCALE.sub("", left)
-    if (value != high and _FULL.match(first)) or (value == low and _PRAISE.match(first)):
-        raise ValueError(f"{shown} is its highest; scores go up to {high:g}")
-    if (value != low and _LEAST.match(first)) or (value == high and _BLAME.match(first)):
-        raise ValueError(f"{shown} is its lowest; scores begin with {low:g}")
+    left = _without_scales(_COUNT.sub("", first), value, high, strict=True)
+    for words, end, other in ((_PRAISE, high, low), (_BLAME, low, high)):
+        called = words.match(first)
+        if called and (value == other or (value != end and called["most"])):
+            raise ValueError(f"{shown} is on another scale by its words; scores go from {low:g} to {high:g}")
     if _STARS_OF.match(first) and value <= 5 != high and not _SCALE.search(first):
         raise ValueError(f"{shown} is on another scale: stars are of 5; scores go up to {high:g}")
     if re.fullmatch(r"[-+]?[1-9]\d{0,2},\d{3}", number[0]) or not _EXPLAINS.match(left) or _UNREAD.search(left):
@@ -268,8 +264,7 @@ def _refuse_others(after: str, value: float, low: float, high: float) -> None:
     text = _unmarked(f"{value:g} {after}")
     for statement in _STATEMENT.split(_NUMBERS.sub(" ", text) if _FIRST.search(text) else text):
         rest = _OTHER_NUMBER.sub(" ", _COUNT.sub(" ", statement))
-        _check_scales((found for found in _SCALE.finditer(rest) if found["again"]), value, high)
-        rest = _SCALE.sub(lambda found: " " if _agrees(found, value, high) else found[0], rest)
+        rest = _without_scales(rest, value, high, strict=False)
         known = (value, high) if _DOUBT.search(statement) else (value,)
         numbers = [number for one in _NUMBER.findall(rest) if (number := _plain(one)) not in known]
         brief = len(rest.split()) <= _BRIEF
@@ -279,16 +274,20 @@ def _refuse_others(after: str, value: float, low: float, high: float) -> None:
             raise ValueError(f"the judge's score can be read in several ways, {said}; give one number")
 
 
-def _check_scales(scales: Iterable[re.Match[str]], value: float, high: float) -> None:
-    for found in scales:
-        if not _agrees(found, value, high):
-            raise ValueError(f"the judge's score is on another scale, {found[0].strip()!r}; scores go up to {high:g}")
+def _without_scales(text: str, value: float, high: float, *, strict: bool) -> str:
+    """A text without namings of the scale up to `high`. Raises ValueError for the score `value` on another scale; where
+    it is `strict`, for any naming of another scale.
+    """
 
+    def blank(found: re.Match[str]) -> str:
+        again, highest = found["again"], _plain(found["top"] or found["last"] or "100")
+        if highest == high if again is None else math.isclose(_plain(again) * high, value * highest):
+            return " "
+        if again is None and not strict:
+            return found[0]
+        raise ValueError(f"the judge's score is on another scale, {found[0].strip()!r}; scores go up to {high:g}")
 
-def _agrees(scale: re.Match[str], value: float, high: float) -> bool:
-    """Whether a naming of a scale is the one up to `high`, or repeats the score `value` on another one."""
-    again, highest = scale["again"], _plain(scale["top"] or scale["last"] or "100")
-    return highest == high if again is None else math.isclose(_plain(again) * high, value * highest)
+    return _SCALE.sub(blank, text)
 
 
 def _unmarked(text: str) -> str:
@@ -323,9 +322,7 @@ def _check_fields(others: dict[str, Any], low: float, high: float, value: float)
         tops = re.findall(_TOP, re.sub("percent|%", "100", str(said)).replace("stars", "5"), re.IGNORECASE)
         number = float(said) if type(said) in (int, float) and not several else value
         highest = tops and _MAXIMUM.fullmatch(name) and not (several and name == "best")
-        if (highest and _plain(tops[-1]) != high) or (
-            _SHARE.fullmatch(name) and not math.isclose(number * high, value * 100)
-        ):
+        if highest and _plain(tops[-1]) != high:
             raise ValueError(f"the judge's score is on another scale: {name} is {said!r}, not {high:g}")
         if _REVISED.fullmatch(name) and number != value and low <= number <= high:
             raise ValueError(f"the judge's reply has two scores: {value:g}, and {name} is {said!r}")
