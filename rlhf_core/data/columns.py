@@ -268,7 +268,7 @@ JUDGED_FORMATS = ("messages", "text", "alpaca", "prompt_completion", "question_a
 _YES_NO = ("yes", "no", "true", "false")
 _FAULTS = re.compile(
     r"toxic(ity)?|harms?|hallucinat(ions?|ed)|spam|errors?|flagged|insult(s|ing)?|jailbreak(s|ing)?|nsfw|offensive|hate(ful)?"
-    r"|violations?|misleading|refusals?|dangerous|low|(bias|flaw)(s|ed)?|mistakes?|bug(s|gy)?|abus(e|ive)|profan(e|ity)|rude"
+    r"|violat\w*|misleading|refus\w*|declined|dangerous|low|(bias|flaw)(s|ed)?|mistakes?|bug(s|gy)?|abus(e|ive)|profan(e|ity)|rude"
     r"|(mal|mis)(icious|info\w*)|disinfo\w*|useless|nonsens(e|ical)|fake|poor|worst|failures?|broken|risky?|leaks?|lies?"
     r"|(un|in|ir|im|dis|mis)(help|safe|correct|relevan|accura|faithful|truth|ground|honest|appropriate|accept|desir|satisf"
     r"|align|ethical|fair|support|verif|true|proper|complete|coheren|valid|consisten|lik|prefer|approv|agree)\w*"

@@ -93,7 +93,7 @@ _CLAUSE = _pattern(r"(?<!i\.e)(?<!e\.g)[.!?]++(?=\s)|[\n;|]")
 _DOUBT = _pattern(
     r"(?<![^\W_])(?:not|never|cannot|\w+n['’]t|would|could|might|may|if|unless|were|had|ideal|perfect|best|flawless|reference"
     r"|previous|earlier|others?|another|examples?|e\.g|format|form|schema|sample|drafts?|hypothetical|tempted|instead|rather|instance|suppose|imagine"
-    r"|(?:correct|good|right)\s+(?:answer|response|one)|(?:part|section|answer|question|criterion|item)\s+(?:[A-H]|\d+)"
+    r"|(?:correct|good|right)\s+(?:answer|response|one)|(?:part|section|answer|question|criterion|item)\s+(?:[A-H]|\d+)\W*$"
     r"|(?:max(?:imum)?\.?|min(?:imum)?|pass(?:ing)?|top|highest|possible|full)[\s*_]+(?:possible[\s*_]+)?$)(?![^\W_])"
 )
 """Before a score, in its clause: it may not be the score of what is judged."""
