@@ -212,10 +212,8 @@ def detect(row: Row) -> str:
 
 def refuse_judgment(row: Row, has: set[str]) -> None:
     """Raise UnknownForm for an answer with a thumb or a reward, which would be imitated whatever they say."""
-    rewarded = "label" not in has and (
-        {"prompt", "completion", "reward"} <= has or {"input", "output", "reward"} <= has
-    )
-    if rewarded or ("thumbs" in has and has & {"completion", "output", "answer", "messages", "conversations"}):
+    judged = "thumbs" in has or ("reward" in has and "label" not in has)
+    if judged and has & {"completion", "output", "answer", "messages", "conversations", "text"}:
         raise unknown("an answer with a thumb or a reward: it is not read, and the answer may be a bad one", row)
 
 
@@ -269,17 +267,20 @@ JUDGED_FORMATS = ("messages", "text", "alpaca", "prompt_completion", "question_a
 
 _YES_NO = ("yes", "no", "true", "false")
 _FAULTS = re.compile(
-    r"toxic(ity)?|harms?|hallucinat(ions?|ed)|spam|errors?|flagged|insults?|jailbreak(s|ing)?|nsfw|offensive|hate"
-    r"|violations?|misleading|refusals?|inappropriate|dangerous|low"
+    r"toxic(ity)?|harms?|hallucinat(ions?|ed)|spam|errors?|flagged|insult(s|ing)?|jailbreak(s|ing)?|nsfw|offensive|hate(ful)?"
+    r"|violat\w*|misleading|refus\w*|declined|dangerous|low|(bias|flaw)(s|ed)?|mistakes?|bug(s|gy)?|abus(e|ive)|profan(e|ity)|rude"
+    r"|(mal|mis)(icious|info\w*)|disinfo\w*|useless|nonsens(e|ical)|fake|poor|worst|failures?|broken|risky?|leaks?|lies?"
+    r"|(un|in|ir|im|dis|mis)(help|safe|correct|relevan|accura|faithful|truth|ground|honest|appropriate|accept|desir|satisf"
+    r"|align|ethical|fair|support|verif|true|proper|complete|coheren|valid|consisten|lik|prefer|approv|agree)\w*"
 )
 """Further words in the name of a column that holds whether an answer is bad."""
-_CLEARS = ("not", "non", "no", "free", "without")
-"""Words with which such a name says that an answer is good: `not_toxic`, `error_free`."""
+_NEGATIONS = ("not", "non", "no", "free", "without", "less", "lacks", "never")
+"""Words that turn such a name around: `not_toxic`, `error_free`, `less_helpful`."""
 _NUMBERS = ("0", "0.0", "1", "1.0", "-1", "-1.0")
 _WRITTEN_AS_FLOAT = re.compile(r"-?\d+\.0")
 _NO_NUMBER = ("nan", "<na>", "null", "none")
 _TELLING_ROWS = 8
-"""Number of rows from which labels that are two in all look like verdicts."""
+"""Number of rows from which labels that are two in all look like verdicts, even if they are not single words."""
 
 
 def verdict_of(row: Row) -> Any:
@@ -311,10 +312,12 @@ def label_reading(source: Source, format_name: str, rows: Iterable[Row]) -> Labe
     Raises DataError if they can be read in two ways, and for verdicts that say whether an answer is bad.
     """
     reading = _label_reading(source, format_name, rows)
-    words = re.split(r"[\W_]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", source.columns.label).lower())
+    name = _CAMEL.sub("_", source.columns.label).lower()
+    words = [word.removesuffix("ness") for word in _NOT_WORD.split(name)]
     said = {spelling(label) for row in rows if (label := verdict_of(row)) is not None} & {*_YES_NO, *_NUMBERS}
-    faults = any(_FAULTS.fullmatch(word) or worth(word) is False for word in words)
-    if reading == "verdict" and said and faults and not any(word in _CLEARS or worth(word) for word in words):
+    good, turned = any(map(worth, words)), not {*words}.isdisjoint(_NEGATIONS)
+    bad = any(_FAULTS.fullmatch(word) or worth(word) is False for word in words)
+    if reading == "verdict" and said and good != bad and bad != turned:
         rule = (
             f"the name says what is bad, and {', '.join(sorted(said))} whether it is: they would be read as the reverse"
         )
@@ -359,7 +362,7 @@ def refuse_verdict(row: Row, source: Source) -> None:
 
 
 def _may_be_verdicts(said: Counter[str]) -> bool:
-    """Whether labels are numbers of verdicts, half of them words of verdicts, or two words in many rows."""
+    """Whether labels are numbers of verdicts, half of them words of verdicts, or two words."""
     words = sum(count for label, count in said.items() if worth(label) is not None and label not in _NUMBERS)
-    two = said.total() >= _TELLING_ROWS and len(said) == 2
+    two = len(said) == 2 and (said.total() >= _TELLING_ROWS or all(map(str.isalpha, said)))
     return said.keys() <= set(_NUMBERS) or two or 2 * words >= said.total()

@@ -265,7 +265,10 @@ def _example(row: Reading, format_name: str, source: Source, labels: LabelReadin
 
 def _malformed(source: Source, origin: Origin, error: DataError | RecursionError, report: DropReport) -> Drop:
     if isinstance(error, UnknownForm):
-        report.functions.setdefault(source.name, error.function)
+        remedy = error.function
+        if source.function is not None:
+            remedy = f"let {source.function} change each row that it returns as these lines do:\n{error.lines}"
+        report.functions.setdefault(source.name, remedy)
     said = "brackets too deep" if isinstance(error, RecursionError) else str(error)
     return Drop(
         source.name, origin, f"malformed: {said if len(said) <= _LONGEST_REASON else said[:_LONGEST_REASON] + ' ...'}"

@@ -8,7 +8,7 @@ belong to the prompt, and verdicts, are read or refused as in any other row.
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from rlhf_core.errors import DataError, side
@@ -45,7 +45,7 @@ _TEXTS = ("response", "completion", "text", "content", "answer", "generation")
 _BEST_FIRST = ("rank", "ranks")
 _BEST_LAST = (*("overall_score", "overall_rating", "rating", "score"), *("ratings", "scores", "rewards"))
 _CAPITALS = re.compile(
-    r"\b(FIRST_IS_BETTER|TIE|SIGN|THRESHOLD|UP|DOWN|PROMPT|ANSWER|TEXT|LEFT|RIGHT|QUESTION|FIRST|SECOND)\b"
+    r"\b(GOOD_LABELS|FIRST_IS_BETTER|TIE|SIGN|THRESHOLD|UP|DOWN|PROMPT|ANSWER|TEXT|LEFT|RIGHT|QUESTION|FIRST|SECOND)\b"
 )
 RATINGS = (
     ("chosen_score", "rejected_score"),
@@ -56,11 +56,11 @@ RATINGS = (
 
 
 class UnknownForm(DataError):
-    """Raised for a row in a form that is not read; `function` is what to paste."""
+    """Raised for a row in a form that is not read; `function` is what to paste, and `lines` the body of the function."""
 
     def __init__(self, rule: str, function: str) -> None:
         super().__init__(rule)
-        self.function = function
+        self.function, self.lines = function, function.partition("def to_row(row):\n")[2]
 
 
 def unknown(rule: str, row: Row) -> UnknownForm:
@@ -79,6 +79,15 @@ def pasted(*lines: str) -> str:
 def to_paste(row: Row) -> str:
     """The remedy for a row: the function that writes rows such as this one in a known form."""
     return next(pasted(*lines) for recipe in _RECIPES if (lines := recipe(row)))
+
+
+def verdicts_of_classes(columns: Mapping[str, str], label: str, classes: Sequence[str]) -> str:
+    """The remedy for classes whose names do not say which one is good; `columns` are those that the source maps."""
+    others = "".join(
+        f"{_quoted(ours)}: {_cell(theirs)}, " for ours, theirs in columns.items() if theirs and ours != "label"
+    )
+    made = f'return row | {{{others}"label": None if said is None else said in GOOD_LABELS}}'
+    return pasted(f"said = {_cell(label)}  # one of {json.dumps([*classes], ensure_ascii=False)}", made)
 
 
 def compared_sides(row: Row) -> tuple[str, str, str] | None:

@@ -20,6 +20,7 @@ import pyarrow.parquet as pq  # type: ignore[import-untyped]
 from rlhf_core.config.data import Source
 from rlhf_core.data.file_types import PACKED, at_path, file_type, refuse_other_type, source_files
 from rlhf_core.data.limits import Origin
+from rlhf_core.data.row_functions import verdicts_of_classes
 from rlhf_core.data.turns import RepeatedKey, from_json, looks_like_turns, worth
 from rlhf_core.errors import DataError, explain
 from rlhf_core.user_code.modules import load_callable
@@ -339,10 +340,7 @@ def _with_names(rows: Iterable[Any], features: Mapping[str, Any], source: Source
     judged = source.label_coding == "verdict" or source.format == "unpaired_preference"
     if source.function is None and judged and None in map(worth, names):
         key, rule = f"data.sources[{source.name}].columns.label", f"its classes {names} do not say which one is good"
-        each = ", ".join(f"<{one}>" for one in names)
-        line = f'dataset = dataset.cast_column("{label}", ClassLabel(names=[{each}]))'
-        remedy = f'save the data again with "desirable" or "undesirable" in the place of each class: {line}'
-        raise DataError(explain(key, label, rule, remedy))
+        raise DataError(explain(key, label, rule, verdicts_of_classes(source.columns.model_dump(), label, names)))
     for row in rows:
         if classes and isinstance(row, dict):
             try:

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -218,13 +218,11 @@ def _is_reward(value: float) -> bool:
 def checked(name: str, values: Sequence[float | None], generations: Sequence[Generation]) -> list[float]:
     """Return `values` if there is one finite and not absurd number per generation; RewardError otherwise."""
     outcome = screened(name, RewardOutcome(tuple(values)), generations, on_failure="fail")
-    found: list[float] = []
     for value, generation in zip(outcome.values, generations, strict=True):
         if value is None:
             key = f"rewards.{name}[prompt {generation.prompt.id}]"
             raise RewardError(key, None, "the reward function returned None", "return a number for every prompt")
-        found.append(value)
-    return found
+    return [value for value in outcome.values if value is not None]
 
 
 # ---------------------------------------------------------------- cache
@@ -386,7 +384,7 @@ def _may_pass(error: Exception) -> bool:
     return passes
 
 
-def cut(generations: Sequence[Generation], size: int, *, compares: Compares) -> list[Sequence[Generation]]:
+def cut(generations: Sequence[Generation], size: int, *, compares: Compares) -> Sequence[Sequence[Generation]]:
     """Return batches of `size` generations; where they are compared, of at least that many, and nothing is parted."""
     if compares == "batch":
         return [generations]
@@ -395,14 +393,14 @@ def cut(generations: Sequence[Generation], size: int, *, compares: Compares) -> 
     return chunks(generations, size)
 
 
-def whole_groups(rows: Sequence[Generation], *, at_least: int) -> list[Sequence[Generation]]:
+def whole_groups(rows: Sequence[Generation], *, at_least: int) -> list[list[Generation]]:
     """Return the rows cut into pieces of `at_least` rows, or more: the answers to a prompt that follow each other stay
     together, for rewards that are normalized among them or compare them."""
-    pieces, start = [], 0
-    for end in range(1, len(rows) + 1):
-        if end == len(rows) or (end - start >= at_least and rows[end].prompt.id != rows[end - 1].prompt.id):
-            pieces.append(rows[start:end])
-            start = end
+    pieces: list[list[Generation]] = []
+    for _, group in groupby(rows, key=lambda one: one.prompt.id):
+        if not pieces or len(pieces[-1]) >= at_least:
+            pieces.append([])
+        pieces[-1] += group
     return pieces
 
 

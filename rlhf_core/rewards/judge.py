@@ -5,6 +5,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from statistics import fmean
 from typing import Any, TypeVar
 
@@ -173,16 +174,10 @@ class Judge(Worker):
 
     def _verdict(self, generation: Generation) -> float:
         config, criteria = self.config, self._rubric(generation.prompt)
-        return joint_score(config, criteria, [self._score(one) for one in questions(config, generation, criteria)])
-
-    def _score(self, question: str) -> float:
-        config = self.config
-        return ask_for(
-            self._endpoint,
-            question,
-            lambda reply: read_score(reply, config.verdict, low=config.low, high=config.high),
-            corrections=config.corrections,
-        )
+        read = partial(read_score, verdict=config.verdict, low=config.low, high=config.high)
+        asked = questions(config, generation, criteria)
+        scores = [ask_for(self._endpoint, one, read, corrections=config.corrections) for one in asked]
+        return joint_score(config, criteria, scores)
 
     def _compared(self, group: Sequence[Generation], rubric: str) -> RewardOutcome:
         """Return the mean score of each answer over all orders, and how far the scores of the orders differ."""

@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx
 
-from rlhf_core.errors import ConfigError, explain
+from rlhf_core.errors import explain
 from rlhf_core.http.client import TooLarge, post, shown_body
 from rlhf_core.http.retries import pause_before
 from rlhf_core.rewards.batches import BatchFailed, RewardOutcome, Worker
@@ -63,7 +63,7 @@ class RemoteRewardClient(Worker):
     query: QueryText = plain_query
 
     def __post_init__(self) -> None:
-        self._turns = _Rotation(self.name, self.urls)
+        self._turns = _Rotation(self.urls)
         self._addresses = {url: str(resolved(url, f"rewards.{self.name}.urls")) for url in self.urls}
         self._client = httpx.Client(headers=bearer(f"rewards.{self.name}.token_env", self.token_env))
 
@@ -156,12 +156,7 @@ class _Health:
 class _Rotation:
     """The URLs in turn, those that failed lately last. Several threads use it."""
 
-    def __init__(self, name: str, urls: Sequence[str]) -> None:
-        for url in urls:
-            if not url.startswith(("http://", "https://")):
-                raise ConfigError(
-                    f"rewards.{name}.urls", url, "must begin with http:// or https://", "give the complete URL"
-                )
+    def __init__(self, urls: Sequence[str]) -> None:
         self._health = {url: _Health() for url in urls}
         self._turn = 0
         self._lock = threading.Lock()

@@ -344,7 +344,7 @@ def test_all_labels_decide(labels, reading):
     "labels",
     [
         *((0, 1), ("1", "1"), ("1.0", "0.0"), (-1, 1), ("yes", "no") * 4, ("ok", "toxic") * 4),
-        *(("bad",) * 8, ("good", "bad", "neutral") * 3, ("correct", "incorrect", "4", "5") * 2),
+        *(("fine", "odd"), ("bad",) * 8, ("good", "bad", "neutral") * 3, ("correct", "incorrect", "4", "5") * 2),
         *(("Thumbs-Up", "thumbs down"), ("thumbsup", "thumbsdown", None), ("upvoted",), ("Up", "down", "none")),
     ],
 )
@@ -371,7 +371,8 @@ def test_where_only_one_reading_is_of_use_it_is_taken():
     ("name", "refused"),
     [
         ("is_toxic", True), ("harmful", True), ("isUnsafe", True), ("rejected", True), ("answer_wrong", True),
-        ("flagged", True), ("has_errors", True), ("is_false", True), ("jailbreaking", True),
+        ("flagged", True), ("has_errors", True), ("is_false", True), ("jailbreaking", True), ("unhelpfulness", True),
+        ("incorrectness", True), ("inaccurate", True), ("not_correct", True), ("lessHelpful", True), ("helpfulness", False),
         ("", False), ("good", False), ("is_correct", False), ("no_help", False), ("label", False),
         ("not_toxic", False), ("error_free", False), ("like_dislike", False),
     ],

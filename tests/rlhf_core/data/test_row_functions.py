@@ -237,6 +237,29 @@ def test_a_bad_conversation_is_not_imitated_by_its_function(tmp_path):
     assert {row.prompt[0].content: row.desirable for row in tables["feedback"]} == {"q 0": True, "q 1": False}
 
 
+@pytest.mark.parametrize(
+    "form", [{"messages": [{"role": "user", "content": "2+2?"}, *said("4")[1:]]}, {"question": "2+2?", "answer": "4"}]
+)
+def test_an_answer_with_a_reward_is_not_imitated_whatever_its_form(tmp_path, form):
+    given = source(tmp_path, [form | {"reward": -2}], "preferences")
+    with pytest.raises(DataError, match="an answer with a thumb or a reward: it is not read") as refused:
+        tables_of(given)
+    tables, _ = tables_of(given | {"function": paste(str(refused.value), tmp_path, {"THRESHOLD": "0"})})
+    assert [row.desirable for row in tables["feedback"]] == [False]
+
+
+def test_a_source_with_a_function_gets_the_lines_that_it_lacks_and_no_second_function(tmp_path):
+    (tmp_path / "rows.py").write_text("def mine(row):\n    return row\n")
+    one = source(
+        tmp_path, [{"prompt": "2+2?", "completion": "4", "passage": "2+2=4"}], function=f"{tmp_path}/rows.py:mine"
+    )
+    with pytest.raises(
+        DataError, match=r"let .*rows.py:mine change each row that it returns as these lines do:"
+    ) as refused:
+        tables_of(one)
+    assert 'row["prompt"] = ' in str(refused.value) and "def to_row" not in str(refused.value)
+
+
 def test_a_pair_with_equal_ratings_is_a_tie_in_its_function(tmp_path):
     rated = {"chosen": "4", "rejected": "5", "chosen_score": 3}
     rows = [{"question": f"{n}?", "rejected_score": n} | rated for n in range(1, 4)]

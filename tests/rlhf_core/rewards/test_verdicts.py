@@ -15,7 +15,7 @@ from rlhf_core.rewards.verdicts import find_verdict, read_number, read_score, re
         ("**Score:** 8", PatternVerdict(), 8.0),
         ("__Score__: **7.5**", PatternVerdict(), 7.5),
         ('{"score": 8}', JsonVerdict(), 8.0),
-        ('first {"score": 1} then ```{"why": {"x": 1}, "score": "2"}```', JsonVerdict(), 2.0),
+        ('first {"score": 1}, final: ```{"why": {"x": 1}, "score": "2"}```', JsonVerdict(), 2.0),
     ],
 )
 def test_the_last_score_counts(text, verdict, score):
@@ -44,7 +44,7 @@ def test_an_answer_without_a_score_is_not_zero(text, verdict, message):
 
 def test_a_pattern_may_hold_the_list_of_scores():
     verdict = PatternVerdict(pattern=r"Scores: (.*)")
-    assert read_scores("Scores: 1, 2\nScores: [3; -4.5]", verdict, count=2, low=-5, high=5) == [3.0, -4.5]
+    assert read_scores("Scores: 1, 2\nFinal Scores: [3; -4.5]", verdict, count=2, low=-5, high=5) == [3.0, -4.5]
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_a_number_is_read_as_people_write_it(said, score):
         ("1%", "on another scale"),
         ("4 out of five", "on another scale"),
         ("3\u20445", "on another scale"),
-        ("3\n/5", "on another scale"),
+        ("3\n/5", "several ways"),
         ("4 (1-5)", "on another scale"),
         ("4 (5 is best)", "on another scale"),
         ("3, with 5 being the highest", "on another scale"),
@@ -106,8 +106,8 @@ def test_a_number_is_read_as_people_write_it(said, score):
         ("8 out of a hundred", "on another scale"),
         ("8 as a percentage", "on another scale"),
         ("4⭐/5⭐", "on another scale"),
-        ("4\nMax score: 5", "on another scale"),
-        ("4. The scale is 1-5", "on another scale"),
+        ("4\nMax: five, not 5", "in several ways"),
+        ("4. The 1 is 5", "in several ways"),
         ("8 (1/0)", "on another scale"),
         ("7, maybe 8", "in several ways"),
         ("7..8", "in several ways"),
@@ -216,18 +216,26 @@ def test_a_list_of_other_numbers_is_refused(text):
         read_scores(f"Scores: {text}", PatternVerdict(pattern=r"Scores: (.*)"), count=2, low=0, high=10)
 
 
-@pytest.mark.parametrize("tag", ["<think>", "<thinking>", "<Thought>", "[THINK]", "◁think▷", "<seed:think>"])
+@pytest.mark.parametrize("tag", ["<think>", "<scratchpad>", "<Reflection>", "[THINK]", "◁think▷", "<seed:think>"])
 def test_a_score_among_thoughts_is_no_score(tag):
     end = tag.replace(tag[0], f"{tag[0]}/", 1)
     for text in (f"{tag}Score: 3? Hm", f"{tag}Score: 3?{end} It is fine."):
         with pytest.raises(ValueError, match="holds no score"):
             read_score(text, PatternVerdict(), low=0, high=10)
-    assert read_score(f"{tag}Score: 3?{end} Score: 7", PatternVerdict(), low=0, high=10) == 7.0
+    assert read_score(f"{tag}Score: 3?{end} <answer>Score: 7</answer>", PatternVerdict(), low=0, high=10) == 7.0
+    assert read_score(f"Score: 7 {tag}or 3{end}", PatternVerdict(), low=0, high=10) == 7.0
+
+
+def test_only_tags_of_verdicts_and_of_the_pattern_are_read():
+    with pytest.raises(ValueError, match="holds no score"):
+        read_score("<example>Score: 3</example>", PatternVerdict(), low=0, high=10)
+    verdict = PatternVerdict(pattern=r"<quality>(\d+)</quality>")
+    assert read_score("<quality>3</quality>", verdict, low=0, high=10) == 3.0
 
 
 @pytest.mark.parametrize("said", ["1. 8\n2. 3", "1) 8\n2) 3"])
 def test_numbers_of_a_list_are_no_scores(said):
-    with pytest.raises(ValueError, match="are numbered"):
+    with pytest.raises(ValueError, match="name answers"):
         read_scores(f"Scores:\n{said}", PatternVerdict(pattern=r"(?s)Scores:\s*(.*)"), count=2, low=0, high=10)
 
 
@@ -237,7 +245,7 @@ def test_numbers_of_a_list_are_no_scores(said):
 def test_the_score_of_something_else_is_not_the_score(other):
     assert read_score(f"Score: 7\n{other}", PatternVerdict(), low=0, high=10) == 7.0
     assert read_score("Helpfulness score: 7", PatternVerdict(), low=0, high=10) == 7.0
-    with pytest.raises(ValueError, match="holds no score"):
+    with pytest.raises(ValueError, match="holds several scores"):
         read_score("Clarity score: 7\nStyle score: 8", PatternVerdict(), low=0, high=10)
 
 
@@ -380,3 +388,51 @@ def test_a_scale_with_both_ends_is_understood(text, low, high, score):
 
 def test_scores_may_begin_with_a_point():
     assert read_scores("Scores: .8, .9", PatternVerdict(pattern=r"Scores: (.*)"), count=2, low=0, high=1) == [0.8, 0.9]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("An ideal answer has Score: 10. This gets 2.", "Do not give Score: 10", "If it were right, Score: 10", "Score: 10?"),
+        *("Score: 6\n\n5", "Score: 6. Second thoughts: 5", "Score: 6. I retract that. 4 it is", "Score: 6\n6 - 2 = 4"),
+        *("Clarity - Score: 3\nAccuracy - Score: 9", "Score: 3\nScore: 9", "Score: 6. Minus one point."),
+        *("Score: 0.8 (i.e. 80%)", "I use 0 to 5.\nScore: 4", "Score: 4 stars", "Score: 2 (lower is better)"),
+        *("Score: 10 (very poor)", "Score: 0 - excellent", "10 = terrible. Score: 10"),
+        *('{"score": 6}\n\n5', '{"score": 6}\n{"score": 4}', 'Schema: {"score": 5}', '{"score": 6, "overall": 4}'),
+        *('{"score": 0.8, "percent": 80}', '{"score": 4, "unit": "stars"}'),
+    ],
+)  # fmt: skip
+def test_a_reply_with_a_second_number_that_nothing_explains_is_asked_for_again(text):
+    with pytest.raises(ValueError, match="judge's"):
+        read_score(text, JsonVerdict() if "{" in text else PatternVerdict(), low=0, high=10)
+
+
+@pytest.mark.parametrize(
+    "text", ["Score: 1 star", "Score: 1 = terrible", "Score: 1 (very poor)", "I use 0 to 10.\nScore: 1"]
+)
+def test_the_top_of_a_small_scale_is_not_the_bottom_of_a_larger_one(text):
+    with pytest.raises(ValueError, match="judge's"):
+        read_score(text, PatternVerdict(), low=0, high=1)
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        *("The correct answer is 4.", "3 + 4 is 7, as it says.", "1. It is clear.\n2. It is short.", "It took place in 1969."),
+        *("Style score: 3", "The answer says 5.", "With sources it would be 10.", "For n = 0 it fails.", "1 fact is wrong."),
+    ],
+)  # fmt: skip
+def test_explained_numbers_after_a_score_change_nothing(after):
+    assert read_score(f"Score: 6\n{after}", PatternVerdict(), low=0, high=10) == 6.0
+    assert read_score(f'{{"score": 6}}\n{after}', JsonVerdict(), low=0, high=10) == 6.0
+
+
+@pytest.mark.parametrize(
+    "field", ['"order": ["B", "A"]', '"ids": [2, 1]', '"order": "second, first"', '"reverse": true']
+)
+def test_scores_in_another_order_are_refused(field):
+    for text in (f'{{"scores": [8, 1], {field}}}', f'{{{field}, "scores": [8, 1]}}'):
+        with pytest.raises(ValueError, match="name answers"):
+            read_scores(text, JsonVerdict(field="scores"), count=2, low=0, high=10)
+    text = '{"scores": [8, 1], "order": ["A", "B"], "best": 1, "errors": [2, 1]}'
+    assert read_scores(text, JsonVerdict(field="scores"), count=2, low=0, high=10) == [8.0, 1.0]

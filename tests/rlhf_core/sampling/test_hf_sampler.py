@@ -198,6 +198,10 @@ def test_weights_arrive_under_the_names_of_the_files_of_their_family(tmp_path, p
     model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(tmp_path / "policy")
     sampler = HFSampler(tmp_path / "policy", HFSamplerConfig(batch_size=4))
+    attention = sampler._model.config._attn_implementation
+    assert attention == ("eager" if family == "bloom" else "sdpa"), (
+        "Bloom has no other attention, whatever a profile sets"
+    )
     sent = {name: tensor * 2 for name, tensor in load_file(tmp_path / "policy" / "model.safetensors").items()}
     sampler.load_weights(Weights(sent, weights_digest(sent)), version=1)
     for name, parameter in sampler._model.named_parameters():
