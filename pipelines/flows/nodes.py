@@ -129,7 +129,8 @@ class Node:
             return [*names, *parts]
         if members := self.members:
             return list(dict.fromkeys([*members, self.label, *self.names]))
-        return [*self.exported, *(self.names or (self.label,))]
+        names = self.names or (self.label,)
+        return [*(f"{name}_{step}" for step in self.exported for name in names), *names]
 
     @property
     def shown(self) -> list[str]:
@@ -148,9 +149,9 @@ class Node:
         return self.config.stage_configs(self.label) if ensemble else {}  # type: ignore[attr-defined]
 
     @property
-    def exported(self) -> dict[str, int]:
-        """The names of the policies that a training exports on its way, and their steps."""
-        return {f"{self.label}_{step}": step for step in getattr(self.config, "exported_steps", ())}
+    def exported(self) -> tuple[int, ...]:
+        """The steps after which a training exports its policy on its way, as `NAME_STEP`."""
+        return getattr(self.config, "exported_steps", ())
 
     @property
     def may_be_empty(self) -> tuple[str, ...]:
@@ -240,8 +241,10 @@ def expand(node: Node) -> Iterator[Node]:
         yield replace(node, label=label, config=config, names=names, key=f"{node.path}.{number + 1}")
     if not node.members:
         yield node
-    for name, step in node.exported.items():
-        yield Node(name, "checkpoint", CheckpointConfig(step=step), {"policy": node.label}, key=node.path)
+    for step in node.exported:
+        names = tuple(f"{name}_{step}" for name in node.names)
+        checkpoint = CheckpointConfig(step=step)
+        yield Node(f"{node.label}_{step}", "checkpoint", checkpoint, {"policy": node.label}, key=node.path, names=names)
 
 
 # ---------------------------------------------------------------- rewards

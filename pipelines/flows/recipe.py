@@ -355,16 +355,8 @@ def round_steps(name: str, config: RoundsConfig, others: Collection[str]) -> Ite
     key = f"rounds.{name}"
     check_rounds(key, config)
     for number in range(1, config.count + 1):
-        at, before = f"{name}/round_{number}", f"{name}/round_{number - 1}"
-
-        def place(written: str, at: str = at, before: str = before, first: bool = number == 1) -> str:
-            step = written.removeprefix(PREVIOUS)
-            if step != written:
-                return config.start[step] if first else f"{before}/{step}"
-            # A step, a part of its data (`more.prompts`), or the mix of its rows (`policy/preferences`).
-            makers = {written.partition(".")[0], written.rpartition("/")[0]}
-            return written if makers.isdisjoint(config.steps) else f"{at}/{written}"
-
+        at, before = f"{name}/round_{number}", f"{name}/round_{number - 1}" if number > 1 else ""
+        made = list[Node]()
         for step, table in config.steps.items():
             so_far = {
                 option: (config.start[given.all], *(f"{name}/round_{one}/{given.all}" for one in range(1, number)))
@@ -372,11 +364,21 @@ def round_steps(name: str, config: RoundsConfig, others: Collection[str]) -> Ite
                 if isinstance(given, AllRounds)
             }
             table = table.model_copy(update=so_far)
-            for node in recipe_steps(step, table, {*others, *config.steps}, key=f"{key}.steps.{step}"):
-                label = f"{at}/{node.label}"
-                last = (f"{name}.{node.label}", label) if number == config.count else ()
-                # Another seed draws other samples and other orders in each round.
-                yield replace(with_labels(node, place), label=label, names=last, seed=number - 1)
+            made += recipe_steps(step, table, {*others, *config.steps}, key=f"{key}.steps.{step}")
+        # Also parts of data (`more.prompts`), exported policies (`policy_20`) and mixes of rows (`policy/preferences`).
+        inside = {one for node in made for one in node.made}
+
+        def place(written: str, at: str = at, before: str = before, inside: Collection[str] = inside) -> str:
+            step = written.removeprefix(PREVIOUS)
+            if step != written:
+                return f"{before}/{step}" if before else config.start[step]
+            return f"{at}/{written}" if written in inside else written
+
+        for node in made:
+            label = f"{at}/{node.label}"
+            last = (f"{name}.{node.label}", label) if number == config.count else ()
+            # Another seed draws other samples and other orders in each round.
+            yield replace(with_labels(node, place), label=label, names=last, seed=number - 1)
 
 
 def check_rounds(key: str, config: RoundsConfig) -> None:
