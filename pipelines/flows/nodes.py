@@ -115,7 +115,7 @@ class Node:
 
     def kind_of(self, name: str) -> type[ArtifactRef]:
         """The kind of artifact of one of the names in `made`: a step that prepares data makes several."""
-        return PARTS[prepared_part(name)[1]] if self.stage == "prepare_data" and "." in name else self.output
+        return PARTS.get(prepared_part(name)[1], self.output) if self.stage == "prepare_data" else self.output
 
     @property
     def made(self) -> list[str]:
