@@ -94,6 +94,12 @@ class Node:
         asked = {names.get(term.model) for term in terms_in(self.config) if isinstance(term, GenerativeReward)}
         return cast(type[R], PolicyRef if read in asked else RewardModelRef)
 
+    def option(self, name: str, read: str) -> str:
+        """The key by which a profile gives `read` for the input `name`."""
+        below = {"pool": "rollouts", "policies": f"weights.{read}", "teachers": f"teachers.{read}"}.get(name, name)
+        below = f"distill.{below}" if name == "teachers" and self.stage == "ppo" else below
+        return self.path if self.mixes_input else f"{self.path}.{below}"  # the table of a mix is its step's
+
     @property
     def output(self) -> type[ArtifactRef]:
         """The kind of artifact that the node makes."""
@@ -151,7 +157,8 @@ class Node:
     @property
     def exported(self) -> tuple[int, ...]:
         """The steps after which a training exports its policy on its way, as `NAME_STEP`."""
-        return getattr(self.config, "exported_steps", ())
+        steps: tuple[int, ...] = getattr(self.config, "exported_steps", ())
+        return steps
 
     @property
     def may_be_empty(self) -> tuple[str, ...]:

@@ -56,8 +56,6 @@ SHARED = ("model", "chat_template", "max_prompt_tokens", "max_tokens")
 """Options of `[prepare_data]` that steps with the stage `prepare_data` share unless they give them."""
 PREVIOUS = "previous."
 """Begins the name of a step of the round before."""
-WRITTEN = {"pool": "rollouts", "policies": "weights"}
-"""Inputs of several results -> the options that name them."""
 
 
 class GraphConfig(Config):
@@ -389,8 +387,7 @@ def round_steps(name: str, config: RoundsConfig, others: Collection[str]) -> Ite
             for kind, names in node.inputs.items():
                 for one in listed(names):
                     if one.startswith(PREVIOUS):
-                        written = node.path if node.mixes_input else f"{node.path}.{WRITTEN.get(kind, kind)}"
-                        check_used(config, written, one.removeprefix(PREVIOUS), one)
+                        check_used(config, node.option(kind, one), one.removeprefix(PREVIOUS), one)
             label = f"{at}/{node.label}"
             last = (f"{name}.{node.label}", label) if number == config.count else ()
             # Another seed draws other samples and other orders in each round.

@@ -374,7 +374,7 @@ def test_a_member_of_an_ensemble_in_rounds_is_that_of_its_round():
         ),
         (
             steps_of_rounds(soup={"stage": "merge", "weights": {"policy": 1.0, "previous.soup": 1.0}}),
-            r"rounds\.llama\.steps\.soup\.weights = 'previous\.soup': soup must be a step",
+            r"rounds\.llama\.steps\.soup\.weights\.previous\.soup = 'previous\.soup': soup must be a step",
         ),
         ({"start": {"policy": "frist", "pairs": "preferences"}}, r"'frist': there is no such step; did you mean first"),
     ],
