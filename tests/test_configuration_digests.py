@@ -22,7 +22,7 @@ PROFILES = {
     "reports/base": ("36f8e271ca6595f3", "c329c4d3e1c1ae95"),
     "reports/deepseek_r1": ("33c0c734491b2334", "7e8ec59ef4e28142"),
     "reports/kimi_k2": ("15a0d7f2d3aaa293", "979286f3ad5d61c5"),
-    "reports/llama3": ("f07a9ef76ef9a9c3", "0b83ceff64b254df"),
+    "reports/llama3": ("d22e7e246c6237c4", "dbbccb8d54a05d30"),
     "reports/mimo_v2": ("ca432ab020f19ff5", "5ef4d7cd76e455ec"),
     "reports/nemotron3": ("1fc6a77efbdbc6e1", "5a7562e0c99be0fa"),
     "reports/olmo3": ("528cf716c15e070f", "3b675373c5c673ac"),

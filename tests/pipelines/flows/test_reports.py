@@ -42,8 +42,7 @@ READS = [
         ["llama/round_6/scored", "llama/round_5/scored", "llama/round_6/expert_scored"],
         {"type": "best_of_n"},
     ),
-    ("llama3", "llama/round_1/proposed", ["llama/round_1/scored", "first_scored"], {"strategy": "random"}),
-    ("llama3", "llama/round_4/pairs", ["llama/round_4/proposed"], {}),  # people compare the answers of each round
+    ("llama3", "llama/round_1/pairs", ["llama/round_1/scored", "first_scored"], {"across": "policies"}),
     ("llama3", "llama/round_4/dpo", ["llama/round_4/pairs"], {"nll_coef": 0.2}),  # the newest pairs alone
     ("llama3", "llama/round_4/expert_answers", ["capability"], {}),
     ("llama3", "llama/round_4/expert_answers/prompts", ["prompts"], {"sources": ("arithmetic",)}),
