@@ -146,14 +146,10 @@ def check_input(step: Node, name: str, read: str, made: Mapping[str, Node]) -> N
     """Raise ValueError unless `read` names an artifact of the kind that the input `name` needs."""
     wanted = step.kind(name, read, step.kinds[name])
 
-    # The key by which a profile gives the input, which differs from the name of the input for some.
+    key = step.option(name, read)
     name = "rollouts" if name == "pool" else name
-    option = {"policies": f"weights.{read}", "teachers": f"teachers.{read}"}.get(name, name)
-    option = f"distill.{option}" if name == "teachers" and step.stage == "ppo" else option
-    key = f"{step.path}.{option}"
     shown: object = read
     if isinstance(step.config, MixConfig):
-        key = step.path if step.mixes_input else key
         name = key.rpartition(".")[2]
         key, shown = (f"{key}.{read}", step.config.shares[read]) if read in step.config.shares else (key, read)
 

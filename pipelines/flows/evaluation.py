@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 PARENT = "parent"
 GROUP = "evaluation"
+HELD_OUT = "eval_prompts"
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,6 @@ class Compared:
     """Policies that are asked for the best level, and the options of their training."""
     held_out: Mapping[str, str] = field(default_factory=dict)
     """Policy -> node of its held-out prompts, if they are in other words than `prompts`."""
-    prompts: str = "eval_prompts"
 
 
 def evaluation_nodes(config: EvaluationConfig, compared: Compared) -> Iterator[Node]:
@@ -49,7 +49,7 @@ def evaluation_nodes(config: EvaluationConfig, compared: Compared) -> Iterator[N
         samples = config.evaluate.best_of.get(name, config.generate.samples_per_prompt)
         sampling = config.generate.model_copy(update={"samples_per_prompt": samples})
         answers[name] = f"evaluate/{name}/generate"
-        yield answer_node(answers[name], sampling, policy, compared.prompts, compared.held_out.get(name, ""))
+        yield answer_node(answers[name], sampling, policy, HELD_OUT, compared.held_out.get(name, ""))
     reference = compared.policies[config.evaluate.reference]
     inputs: dict[str, Names] = {"generations": answers, "reference": reference, "reward_model": compared.judge}
     yield Node("evaluate", "evaluate", config.evaluate.of(answers), inputs, group=GROUP)
@@ -71,7 +71,7 @@ def suite_nodes(config: EvaluationConfig, compared: Compared, answers: Mapping[s
         yield Node(policies[baseline.name], "import_policy", ImportPolicyConfig(model=baseline.model), group=GROUP)
         if any(reads_held_out(config, suite) for suite in config.suites):
             held_out[baseline.name] = f"evaluate/{baseline.name}/generate"
-            yield answer_node(held_out[baseline.name], config.generate, policies[baseline.name], compared.prompts)
+            yield answer_node(held_out[baseline.name], config.generate, policies[baseline.name], HELD_OUT)
     results, opponents = dict[str, str](), dict[str, str]()
     sampled: dict[tuple[SuitePromptsConfig | None, str], dict[str, str]] = {}
     for suite in config.suites:
@@ -111,7 +111,7 @@ def suite_answers(
     config: EvaluationConfig, suite: AnswerSuite, policies: Mapping[str, str], compared: Compared
 ) -> Iterator[Node]:
     """Yield the nodes that draw every policy's answers to the prompts of a suite."""
-    label, own, prompts = f"evaluate/suites/{suite.name}", prompts_of(config, suite), compared.prompts
+    label, own, prompts = f"evaluate/suites/{suite.name}", prompts_of(config, suite), HELD_OUT
     if own:
         prompts = f"{label}/prompts"
         yield Node(prompts, "suite_prompts", own, group=GROUP)

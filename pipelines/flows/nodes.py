@@ -94,6 +94,12 @@ class Node:
         asked = {names.get(term.model) for term in terms_in(self.config) if isinstance(term, GenerativeReward)}
         return cast(type[R], PolicyRef if read in asked else RewardModelRef)
 
+    def option(self, name: str, read: str) -> str:
+        """The key by which a profile gives `read` for the input `name`."""
+        below = {"pool": "rollouts", "policies": f"weights.{read}", "teachers": f"teachers.{read}"}.get(name, name)
+        below = f"distill.{below}" if name == "teachers" and self.stage == "ppo" else below
+        return self.path if self.mixes_input else f"{self.path}.{below}"  # the table of a mix is its step's
+
     @property
     def output(self) -> type[ArtifactRef]:
         """The kind of artifact that the node makes."""
@@ -115,7 +121,7 @@ class Node:
 
     def kind_of(self, name: str) -> type[ArtifactRef]:
         """The kind of artifact of one of the names in `made`: a step that prepares data makes several."""
-        return PARTS[prepared_part(name)[1]] if self.stage == "prepare_data" and "." in name else self.output
+        return PARTS.get(prepared_part(name)[1], self.output) if self.stage == "prepare_data" else self.output
 
     @property
     def made(self) -> list[str]:
@@ -129,7 +135,8 @@ class Node:
             return [*names, *parts]
         if members := self.members:
             return list(dict.fromkeys([*members, self.label, *self.names]))
-        return [*self.exported, *(self.names or (self.label,))]
+        names = self.names or (self.label,)
+        return [*(f"{name}_{step}" for step in self.exported for name in names), *names]
 
     @property
     def shown(self) -> list[str]:
@@ -148,9 +155,10 @@ class Node:
         return self.config.stage_configs(self.label) if ensemble else {}  # type: ignore[attr-defined]
 
     @property
-    def exported(self) -> dict[str, int]:
-        """The names of the policies that a training exports on its way, and their steps."""
-        return {f"{self.label}_{step}": step for step in getattr(self.config, "exported_steps", ())}
+    def exported(self) -> tuple[int, ...]:
+        """The steps after which a training exports its policy on its way, as `NAME_STEP`."""
+        steps: tuple[int, ...] = getattr(self.config, "exported_steps", ())
+        return steps
 
     @property
     def may_be_empty(self) -> tuple[str, ...]:
@@ -240,8 +248,10 @@ def expand(node: Node) -> Iterator[Node]:
         yield replace(node, label=label, config=config, names=names, key=f"{node.path}.{number + 1}")
     if not node.members:
         yield node
-    for name, step in node.exported.items():
-        yield Node(name, "checkpoint", CheckpointConfig(step=step), {"policy": node.label}, key=node.path)
+    for step in node.exported:
+        names = tuple(f"{name}_{step}" for name in node.names)
+        checkpoint = CheckpointConfig(step=step)
+        yield Node(f"{node.label}_{step}", "checkpoint", checkpoint, {"policy": node.label}, key=node.path, names=names)
 
 
 # ---------------------------------------------------------------- rewards

@@ -53,7 +53,7 @@ def first_error(error: ValidationError, tree: Mapping[str, Any], model: type[Bas
     keys = _real_keys(location, tree, model, given)
     dotted = ".".join(keys)
     if first["type"] == "extra_forbidden":
-        tag, others = _types_with(keys, model)
+        tag, others = _types_with(keys, model, location)
         if others and len(location) > len(keys):  # pydantic puts the chosen type between table and key
             return _key_of_another_type(keys, location[-2], first["input"], others, tag)
         near = _nearest(keys, model, tree)
@@ -161,9 +161,16 @@ def _key_of_another_type(keys: Sequence[str], chosen: int | str, value: Any, oth
     return f"{dotted} = {shown_value(keys[-1], value)}: {rule}; {remedy}{whole}"
 
 
-def _types_with(keys: Sequence[str], model: type[BaseModel]) -> tuple[str, list[str]]:
-    """Return the types that can stand at the place of `keys` without the last and have this last key, and their tag."""
-    found = [tag_of(one) for one in models_at(keys[:-1], model) if keys[-1] in fields_of(one)]
+def _types_with(keys: Sequence[str], model: type[BaseModel], location: Sequence[int | str]) -> tuple[str, list[str]]:
+    """Return the types that can stand at the place of `keys` without the last and have this last key, and what chooses them.
+
+    The table of a step is compared with the types of its stage, which `location` names.
+    """
+    models = [one for one in models_at(keys[:-1], model) if keys[-1] in fields_of(one)]
+    found = [tag_of(one) for one in models]
+    if any(tag == "stage" for tag, _ in found):
+        of_stage = [(one, names[0]) for one, (_, names) in zip(models, found, strict=True) if names[0] in location]
+        found = [(f'stage = "{name}", type', get_args(fields_of(one)["type"].annotation)) for one, name in of_stage]
     return max((tag for tag, _ in found), default=""), sorted({name for _, names in found for name in names})
 
 

@@ -94,11 +94,15 @@ class GraphConfig(Config):
         if not isinstance(tree, Mapping) or not isinstance(tree.get("prepare_data"), Mapping):
             return tree
         shared = {name: value for name, value in tree["prepare_data"].items() if name in SHARED}
-        recipe = dict(tree.get("recipe") or {})
-        for name, step in recipe.items():
-            if isinstance(step, Mapping) and step.get("stage") == "prepare_data":
-                recipe[name] = {**shared, **step}
-        return {**tree, "recipe": recipe} if recipe else tree
+
+        def with_shared(table: Any) -> Any:
+            """A table in which each step that prepares data, also one of rounds, has what is shared."""
+            if not isinstance(table, Mapping):
+                return table
+            given = shared if table.get("stage") == "prepare_data" else {}
+            return {**given, **{name: with_shared(one) for name, one in table.items()}}
+
+        return {**tree, **{name: with_shared(tree[name]) for name in ("recipe", "rounds") if name in tree}}
 
     def steps(self) -> list[Node]:
         """The sections, tables and rounds as nodes, each after the nodes that it reads.
@@ -230,7 +234,8 @@ def with_mixes(node: Node, inputs: Mapping[str, Any]) -> Iterator[Node]:
             if (node.stage, kind) == ("select", "rollouts"):
                 found |= rollouts_of(f"{node.path}.{kind}", given)
             elif not isinstance(node.config, MixConfig):
-                found[kind] = {one: one for one in given} if isinstance(given, tuple) else given
+                several = isinstance(given, (tuple, AllRounds))
+                found[kind] = tables_of(f"{node.path}.{kind}", given)[0] if several else given
             continue
         key = f"{node.path}.{kind}"
         names, chosen = tables_of(key, given)
@@ -316,6 +321,7 @@ def reward_models(step: Node, given: Sequence[str] | Mapping[str, str], others: 
     """
     if isinstance(given, Mapping):
         return given
+    given = list(tables_of(f"{step.path}.reward_models", given)[0])
     terms = models_in(step.config)
     replaced = [name for name in terms if len(given) == 1 and name in UNNAMED and name not in others]
     return {name: given[0] if name in replaced else name for name in terms} | {
@@ -352,53 +358,48 @@ def mixes_any(step: Node) -> bool:
 
 def round_steps(name: str, config: RoundsConfig, others: Collection[str]) -> Iterator[Node]:
     """Yield the steps of all rounds of `[rounds.<name>]`, with labels such as `<name>/round_1/policy`."""
-    key = f"rounds.{name}"
-    check_rounds(key, config)
+    key = f"rounds.{name}.steps"
+    for step in config.steps:
+        if step in RESERVED:
+            raise ValueError(f"{key}.{step} = {{...}}: this name has another meaning; give the step another one")
     for number in range(1, config.count + 1):
-        at, before = f"{name}/round_{number}", f"{name}/round_{number - 1}"
+        at, before = f"{name}/round_{number}", f"{name}/round_{number - 1}" if number > 1 else ""
+        made = list[Node]()
+        for step, table in config.steps.items():
+            so_far = dict[str, tuple[str, ...]]()
+            for option, given in table:
+                if isinstance(given, AllRounds):
+                    check_used(config, f"{key}.{step}.{option}", given.all, {"all": given.all})
+                    rounds = (f"{name}/round_{one}/{given.all}" for one in range(1, number))
+                    so_far[option] = (config.start[given.all], *rounds)
+            table = table.model_copy(update=so_far)
+            made += recipe_steps(step, table, {*others, *config.steps}, key=f"{key}.{step}")
+        # Also parts of data (`more.prompts`), exported policies (`policy_20`) and mixes of rows (`policy/preferences`).
+        inside = {one for node in made for one in node.made}
 
-        def place(written: str, at: str = at, before: str = before, first: bool = number == 1) -> str:
+        def place(written: str, at: str = at, before: str = before, inside: Collection[str] = inside) -> str:
             step = written.removeprefix(PREVIOUS)
             if step != written:
-                return config.start[step] if first else f"{before}/{step}"
-            # A step, a part of its data (`more.prompts`), or the mix of its rows (`policy/preferences`).
-            makers = {written.partition(".")[0], written.rpartition("/")[0]}
-            return written if makers.isdisjoint(config.steps) else f"{at}/{written}"
+                return f"{before}/{step}" if before else config.start[step]
+            return f"{at}/{written}" if written in inside else written
 
-        for step, table in config.steps.items():
-            so_far = {
-                option: (config.start[given.all], *(f"{name}/round_{one}/{given.all}" for one in range(1, number)))
-                for option, given in table
-                if isinstance(given, AllRounds)
-            }
-            table = table.model_copy(update=so_far)
-            for node in recipe_steps(step, table, {*others, *config.steps}, key=f"{key}.steps.{step}"):
-                label = f"{at}/{node.label}"
-                last = (f"{name}.{node.label}", label) if number == config.count else ()
-                # Another seed draws other samples and other orders in each round.
-                yield replace(with_labels(node, place), label=label, names=last, seed=number - 1)
+        for node in made:
+            for kind, names in node.inputs.items():
+                for one in listed(names):
+                    if one.startswith(PREVIOUS):
+                        check_used(config, node.option(kind, one), one.removeprefix(PREVIOUS), one)
+            label = f"{at}/{node.label}"
+            last = (f"{name}.{node.label}", label) if number == config.count else ()
+            # Another seed draws other samples and other orders in each round.
+            yield replace(with_labels(node, place), label=label, names=last, seed=number - 1)
 
 
-def check_rounds(key: str, config: RoundsConfig) -> None:
+def check_used(config: RoundsConfig, key: str, used: str, shown: object) -> None:
     """Raise ValueError for a name with `previous` or `all` that is no step, or that `start` does not give."""
-    for step, table in config.steps.items():
-        if step in RESERVED:
-            rule = "this name has another meaning; give the step another one"
-            raise ValueError(f"{key}.steps.{step} = {{...}}: {rule}")
-        for option, value in table:
-            written = [*value, *value.values()] if isinstance(value, Mapping) else value
-            for one in written if isinstance(written, (list, tuple)) else [written]:
-                shown: object = one
-                if isinstance(one, AllRounds):
-                    used, shown = one.all, {"all": one.all}
-                elif isinstance(one, str) and one.startswith(PREVIOUS):
-                    used = one.removeprefix(PREVIOUS)
-                else:
-                    continue
-                if used not in config.steps or used not in config.start:
-                    steps, start = ", ".join(config.steps), ", ".join(config.start) or "nothing"
-                    rule = f"{used} must be a step of the round ({steps}) and a key of start ({start})"
-                    raise ValueError(explain(f"{key}.steps.{step}.{option}", shown, rule, "name one that is both"))
+    if used not in config.steps or used not in config.start:
+        steps, start = ", ".join(config.steps), ", ".join(config.start) or "nothing"
+        rule = f"{used} must be a step of the round ({steps}) and a key of start ({start})"
+        raise ValueError(explain(key, shown, rule, "name one that is both"))
 
 
 # ---------------------------------------------------------------- order

@@ -35,8 +35,6 @@ from stages.table import STAGES
 
 Name: TypeAlias = Annotated[str, OPERATIONAL]
 """The name of an input; "" for the one that the text of its field describes."""
-Names: TypeAlias = Annotated[tuple[str, ...] | dict[str, str], OPERATIONAL]
-"""Several inputs: a list of names, or a table of names by the name that the stage uses."""
 StepName: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w-]*$")]
 
 
@@ -48,8 +46,16 @@ class AllRounds(Config):
 
 
 def check_tables(value: Any) -> Any:
-    """The value of an input that takes several tables. Raises ValueError for a value of another kind."""
+    """The value of an input that takes several tables. Raises ValueError for a value of another kind.
+
+    >>> check_tables({"pairs": 2.0, "previous": {"pairs": 1.0}})  # in TOML `{pairs = 2.0, previous.pairs = 1.0}`
+    {'pairs': 2.0, 'previous.pairs': 1.0}
+    """
     if isinstance(value, Mapping) and set(value) != {"all"}:
+        for name, inner in value.items():
+            if isinstance(inner, Mapping):
+                below = {f"{name}.{part}": share for part, share in inner.items()}
+                return check_tables({**{key: one for key, one in value.items() if key != name}, **below})
         for name, share in value.items():
             if isinstance(share, bool) or not isinstance(share, (int, float)):
                 raise ValueError(f"{name} = {share!r}: must be a number, the share of this table")
@@ -62,10 +68,12 @@ TableNames: TypeAlias = Annotated[
     str | tuple[str, ...] | dict[str, float] | AllRounds, BeforeValidator(check_tables), OPERATIONAL
 ]
 """A table of rows: one name, a list of names for all rows of several, their shares, or those of all rounds."""
-Pool: TypeAlias = Annotated[
-    str | tuple[str, ...] | AllRounds | dict[str, str], Field(union_mode="left_to_right"), OPERATIONAL
+Names: TypeAlias = Annotated[
+    tuple[str, ...] | AllRounds | dict[str, str], Field(union_mode="left_to_right"), OPERATIONAL
 ]
-"""Rollouts of one policy, or of several: a list of names, a table of names by other names, or those of all rounds."""
+"""Several inputs: a list of names, a table of names by the name that the stage uses, or those of all rounds."""
+Pool: TypeAlias = Annotated[str | Names, Field(union_mode="left_to_right"), OPERATIONAL]
+"""Rollouts of one policy, or of several."""
 TABLES = (DemonstrationsRef, PreferencesRef, PromptsRef, StepsRef)
 MIXED = ("sft", "reward_model", "process_reward_model", "dpo", "distill", "generate", "synthesize", "ppo")
 """Stages whose rows may come from several tables."""

@@ -406,7 +406,9 @@ def exported_names(config: PipelineConfig) -> dict[str, str]:
     """The names of policies that trainings export on their way, and their names after the cut: a step apart."""
     found: dict[str, str] = {}
     for node in config.steps():
-        found |= {name: f"{node.label}_{at}" for at, name in enumerate(node.exported, start=1)}
+        # A step of rounds is `policy` in its round and `rounds.policy` outside.
+        for name in (node.label, node.label.rpartition("/")[2], *node.names):
+            found |= {f"{name}_{step}": f"{name}_{at}" for at, step in enumerate(node.exported, start=1)}
     return found
 
 

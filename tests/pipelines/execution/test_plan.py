@@ -104,7 +104,8 @@ def test_every_profile_plans_as_it_is_shipped(profile, tmp_path, monkeypatch):
     assert planned[0].label == "prepare_data"
     assert {stage.decision.action for stage in planned} == {"RUN"}
     sections = {stage.label.split("/")[0] for stage in planned}
-    tables = {*config.recipe, *config.rounds, *(name for step in config.steps() for name in step.exported)}
+    exported = (f"{step.label}_{number}" for step in config.steps() for number in step.exported)
+    tables = {*config.recipe, *config.rounds, *exported}
     assert sections == config.model_fields_set - {"name", "seed", "runtime", "recipe", "rounds"} | tables
 
 

@@ -186,6 +186,10 @@ def test_a_selection_in_rounds_reads_the_answers_of_all_rounds_so_far():
         ({"rollouts": []}, r"p\.rollouts = '': names no input"),
         ({"rollouts": ["first_scored", "frist"]}, r"p\.rollouts = 'frist': there is no such step"),
         ({"rollouts": ["first_scored", "first"]}, r"p\.rollouts = 'first': is a policy, and rollouts must be"),
+        (
+            {"type": "prompts", "rollouts": "first_scored", "drop_truncated": False},
+            r"type 'prompts' but of 'best_of_n', .*p='\{stage = \"select\", type = \"best_of_n\", drop_truncated = ",
+        ),
     ],
 )
 def test_wrong_pools_are_refused(pairs, error):
@@ -303,6 +307,47 @@ def test_the_last_round_has_names_outside():
     assert "llama.policy" in found["llama/round_3/policy"].names and "after" in found
 
 
+def steps_of_rounds(**steps):
+    """The rounds with other steps, or with further ones."""
+    return ROUNDS | {"steps": ROUNDS["steps"] | steps}
+
+
+def test_policies_that_a_step_of_rounds_exports_have_names_inside_and_outside():
+    policy = ROUNDS["steps"]["policy"] | {"export_every": 2, "loop": {"max_steps": 4}}
+    soup = {"stage": "merge", "weights": {"policy_2": 1.0, "policy": 1.0}}
+    last = {"stage": "merge", "weights": {"llama.policy_2": 1.0, "llama.soup": 1.0}}
+    found = nodes(small(steps_of_rounds(policy=policy, soup=soup), last=last))
+    second = {"policy_2": "llama/round_2/policy_2", "policy": "llama/round_2/policy"}
+    assert found["llama/round_2/soup"].inputs["policies"] == second
+    assert found["llama/round_3/policy_2"].config.step == 2
+    assert "llama.policy_2" in found["llama/round_3/policy_2"].names and "last" in found
+
+
+def test_a_step_of_rounds_prepares_data_with_the_model_of_all():
+    more = {"stage": "prepare_data", "data": {"type": "arithmetic"}}
+    sft = {**SFT, "demonstrations": ["more.demonstrations"]}
+    tree = small(steps_of_rounds(more=more, sft=sft), last={**SFT, "demonstrations": "llama.more.demonstrations"})
+    found = nodes(tree)
+    assert found["llama/round_2/more"].config.model == parse(tree, origin="test").prepare_data.model
+    assert found["llama/round_2/sft"].inputs["demonstrations"] == "llama/round_2/more.demonstrations"
+
+
+def test_an_input_of_several_results_reads_those_of_all_rounds():
+    compared = {"stage": "propose_comparisons", "rollouts": {"all": "scored"}}
+    rounds = steps_of_rounds(compared=compared) | {"start": ROUNDS["start"] | {"scored": "first_scored"}}
+    read = nodes(small(rounds, **answers_of("first")))["llama/round_2/compared"].inputs["rollouts"]
+    assert list(read.values()) == ["first_scored", "llama/round_1/scored"]
+    with pytest.raises(ConfigError, match=r"compared\.rollouts = \{'all': 'scored'\}: only a step of \[rounds"):
+        parse(small(compared=compared), origin="test")
+
+
+def test_shares_of_tables_of_earlier_rounds_may_be_dotted_keys():
+    policy = ROUNDS["steps"]["policy"] | {"preferences": {"pairs": 2.0, "previous": {"pairs": 1.0}}}
+    mix = nodes(small(steps_of_rounds(policy=policy)))["llama/round_2/policy/preferences"]
+    assert mix.inputs["tables"] == {"pairs": "llama/round_2/pairs", "previous.pairs": "llama/round_1/pairs"}
+    assert mix.config.shares == {"pairs": 2.0, "previous.pairs": 1.0}
+
+
 def test_a_member_of_an_ensemble_in_rounds_is_that_of_its_round():
     model = ROUNDS["steps"]["model"] | {"ensemble": {"members": 2}}
     terms = {"terms": {"reward": {"type": "reward_model", "model": "model/2"}}}
@@ -322,6 +367,14 @@ def test_a_member_of_an_ensemble_in_rounds_is_that_of_its_round():
         (
             {"steps": ROUNDS["steps"] | {"policy": {"stage": "dpo", "policy": "previous.polcy"}}},
             r"rounds\.llama\.steps\.policy\.policy = 'previous\.polcy': polcy must be a step",
+        ),
+        (
+            steps_of_rounds(scored=ROUNDS["steps"]["scored"] | {"reward_models": ["previous.model"]}),
+            r"scored\.reward_models = 'previous\.model': model must be a step .* key of start \(policy, pairs\)",
+        ),
+        (
+            steps_of_rounds(soup={"stage": "merge", "weights": {"policy": 1.0, "previous.soup": 1.0}}),
+            r"rounds\.llama\.steps\.soup\.weights\.previous\.soup = 'previous\.soup': soup must be a step",
         ),
         ({"start": {"policy": "frist", "pairs": "preferences"}}, r"'frist': there is no such step; did you mean first"),
     ],
@@ -361,6 +414,7 @@ def test_wrong_names_in_mixes_are_refused(rows, error):
         ({"freeze": 1}, r"^recipe\.a\.freeze = 1: unknown key; remove it$"),  # `reduce` is an option of other stages
         ({"rank": 8}, r"^recipe\.a\.rank = 8: unknown key; did you mean recipe\.a\.lora\.rank\?$"),
         ({"stoping_strategy": 8}, r"unknown key; did you mean recipe\.a\.stopping_strategy\?$"),
+        ({"rollouts": "x"}, r"^recipe\.a\.rollouts = 'x': unknown key; remove it$"),  # an option of other stages
     ],
 )
 def test_an_unknown_key_of_a_step_is_compared_with_the_options_of_its_stage(rows, error):
