@@ -214,7 +214,7 @@ def test_changes_of_what_all_tests_depend_on_select_everything(name: str, monkey
         ("rlhf_core/removed.py", True),
         ("rlhf_core/types.py", False),
         ("pipelines/cli/judge.html", True),
-        ("docs/determinism.md", False),
+        ("docs/keys.md", False),
     ],
 )
 def test_fixtures_of_a_folder_data_and_removed_files_select_everything(
