@@ -52,6 +52,7 @@ docs: install            ## the documentation as a site, in build/site; SERVE=1 
 	$(UV) venv $(QUIET) --allow-existing --python $(VENV)/bin/python .venv-docs
 	$(UV) pip install $(QUIET) --python .venv-docs/bin/python --no-deps -r requirements/docs.txt
 	$(VENV)/bin/python -m docs.generate_reference
+	$(VENV)/bin/python -m docs.generate_walk
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs $(if $(SERVE),serve --dev-addr 127.0.0.1:8000,build --strict)
 
 format: install

@@ -5,7 +5,7 @@
     python -m benchmarks.portable --selection by-batch
 
 Two batches that differ in their composition, threads or instruction set give numbers that are equal only up to rounding
-(`docs/determinism.md`). A test that forgets this passes here and fails on another machine; this benchmark makes it fail
+(`docs/keys.md`). A test that forgets this passes here and fails on another machine; this benchmark makes it fail
 here. It prints one line per setting; `closest` is the largest share of its tolerance that a comparison used. Exit
 status 0: all passed.
 """

@@ -1,6 +1,6 @@
 """Compare `rlhf plan --estimate` with configurations that others have published: whether they fit, and the seconds of a step.
 
-    python -m benchmarks.published                  # the table of docs/scaling.md
+    python -m benchmarks.published                  # every row; docs/cluster.md has the rows that miss
     python -m benchmarks.published --only 32B --terms
 
 Each publication is planned as we would run it on the same GPUs: ZeRO 3, the micro-batch given here, and rows of the published

@@ -1,9 +1,9 @@
-"""Write what repeats the code: the reference of all settings, the map of the code, the tables of methods and stages.
+"""Write the pages that repeat the code: the reference of all settings, the map of the code, the tables of methods and stages.
 
     python -m docs.generate_reference
 
 The reference has one page per section of a profile, from the configuration classes. It goes to `docs/reference/`, which git
-ignores: `make docs` writes it anew, so it cannot be out of date. What `KEPT` writes is kept, for readers of the repository.
+ignores: `make docs` writes it anew, so it cannot be out of date. The files in `KEPT` are part of the repository.
 """
 
 from __future__ import annotations
@@ -30,8 +30,12 @@ REFERENCE = ROOT / "docs" / "reference"
 READMES = sorted(ROOT.glob("rlhf_contrib/*/README.md"))
 """The pages of the topics of `rlhf_contrib`."""
 SHARED = "shared_tables"
-FAMILIES = {"[dpo.loss] type": preference, "[ppo.loss] type": policy, "[ppo.advantage] type": advantage}
-"""The end of a heading in algorithms.md -> the methods of the table below it."""
+FAMILIES = {
+    "Losses on preferences: `[dpo.loss] type`": preference,
+    "Policy losses: `[ppo.loss] type`": policy,
+    "Advantage estimators: `[ppo.advantage] type`": advantage,
+}
+"""A heading of the page of methods -> the package with the methods below it."""
 Schema = Mapping[str, Any]
 
 INTRODUCTION = """# Every setting
@@ -46,10 +50,16 @@ PROFILE --set ppo.steps=20` overrides one key. Unknown keys are refused with the
 
 CODE_MAP_INTRODUCTION = """# Every file
 
-Layers, from the top: `rlhf_contrib` ([topics](contrib.md) that the lifecycle can do without), `pipelines` (Prefect, the command
-line), `stages` (one folder per stage), `rlhf_core` (the library). A package imports what is below it and never what is above;
-`lint-imports` holds it to that. This page is written by
-`python -m docs.generate_reference` from the first sentence of each module.
+Layers, from the top: `rlhf_contrib` ([topics](../contrib.md) that the lifecycle can do without), `pipelines` (Prefect, the command
+line), `stages` (one folder per stage), `rlhf_core` (the library). A package imports only packages below it; `lint-imports` checks
+this. `python -m docs.generate_reference` writes this page from the first sentence of each module.
+"""
+
+METHODS_INTRODUCTION = """# Methods
+
+Each row is the docstring of a class in `rlhf_core/algorithms`. Notation: a = log pi(y_c) - log pi_ref(y_c) for the chosen answer, b the same
+for the rejected answer, h = a - b. rho = pi / pi_old of a token, A its advantage, w its importance weight. r are rewards. A group
+is the completions of one prompt.
 """
 
 
@@ -272,7 +282,12 @@ def cell(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;")
 
 
-def code_map(_: str) -> str:
+def site_pages() -> dict[str, str]:
+    """Return page name -> Markdown of every page in `docs/reference` that this program writes."""
+    return pages() | topic_pages() | {"code_map": code_map(), "methods": methods()}
+
+
+def code_map() -> str:
     """Return the first sentence of each module and folder of the packages, as a page."""
     written = [CODE_MAP_INTRODUCTION]
     for package in ("pipelines", "stages", "rlhf_core", "rlhf_contrib"):
@@ -293,14 +308,13 @@ def sentence_of(file: Path) -> str:
     return re.split(r"(?<=[.:])\s+(?=[A-Z`])", paragraph)[0].removesuffix(":")
 
 
-def algorithms(page: str) -> str:
-    """Return the page of algorithms with its tables of methods written anew, a row for each from its docstring."""
+def methods() -> str:
+    """Return the page of methods: a table for each family, with a row from the docstring of each class."""
+    parts = [METHODS_INTRODUCTION]
     for heading, family in FAMILIES.items():
         rows = "".join(f"{method_row(kind)}\n" for kind in family.METHODS)
-        table = rf"(`{re.escape(heading)}`\n\n(?:\|.*\n){{2}})(?:\|.*\n)*"
-        page, count = re.subn(table, lambda found, rows=rows: found[1] + rows, page)  # type: ignore[misc]
-        assert count == 1, heading
-    return page
+        parts.append(f"\n## {heading}\n\n| type | description | formula | reference |\n|---|---|---|---|\n{rows}")
+    return "".join(parts)
 
 
 def method_row(kind: type[Config]) -> str:
@@ -362,13 +376,11 @@ def topics(page: str) -> str:
 
 KEPT: Mapping[str, Callable[[str], str]] = {
     "prefect.yaml": work_pools,
-    "docs/code_map.md": code_map,
-    "docs/algorithms.md": algorithms,
     "docs/stages.md": every_stage,
     "docs/keys.md": strict_stages,
     "docs/contrib.md": topics,
 }
-"""File -> what returns its text from the one that it has."""
+"""File -> the function that returns its new text from its present one."""
 
 
 def main() -> int:
@@ -377,7 +389,7 @@ def main() -> int:
     REFERENCE.mkdir(exist_ok=True)
     for old in REFERENCE.glob("*.md"):
         old.unlink()
-    for name, text in (pages() | topic_pages()).items():
+    for name, text in site_pages().items():
         (REFERENCE / f"{name}.md").write_text(text, encoding="utf-8")
     return 0
 

@@ -1,9 +1,8 @@
-"""Write docs/walk.md: the way of a prompt through a PPO step, and of a setting from a profile to its use.
+"""Write docs/reference/walk.md: the way of a prompt through a PPO step, and of a setting from a profile to its use.
 
     python -m docs.generate_walk
 
-The calls are traced in a real step (`benchmarks.measure_walk`), and each line is the first one of a docstring. Run it after a
-change of functions that a prompt passes; tests/benchmarks/test_measure_walk.py fails when the page is out of date.
+The calls are traced in a real step (`benchmarks.measure_walk`), and each line is the first line of a docstring. `make docs` runs it.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from pathlib import Path
 
 from benchmarks.measure_walk import PACKAGES, ROOT, Call, CallTrace, trace_step
 
-PAGE = ROOT / "docs" / "walk.md"
+PAGE = ROOT / "docs" / "reference" / "walk.md"
 KEY, USED_AS = "kl", "kl_coef"
 """The setting that the page follows, as a profile has it and as the code below the stage names it."""
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -25,7 +24,7 @@ INTRODUCTION = """# Where a prompt goes
 
 One PPO step, from the policy's weights to its update, as a trace of a real step shows it. Read `run` in `stages/ppo/run.py` first: its
 loop is the whole step in order, and it makes the outermost calls below. The step is of one prompt with `runtime.type = "local"`, whose
-engines run in the calling process, GAE and one reward function. This page is written by `python -m docs.generate_walk`.
+engines run in the calling process, GAE and one reward function. `python -m docs.generate_walk` writes this page.
 
 ## The prompt
 
@@ -213,6 +212,7 @@ def identifiers(tree: ast.AST) -> set[str]:
 
 
 def main() -> int:
+    PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text(page(trace_step()), encoding="utf-8")
     return 0
 

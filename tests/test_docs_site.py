@@ -9,6 +9,7 @@ import yaml
 
 from docs import generate_reference
 from docs.generate_reference import pages
+from tests.test_docs import anchors
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -26,11 +27,23 @@ def listed(entry: Any) -> list[str]:
     return [page for one in inner for page in listed(one)]
 
 
-def test_every_page_is_in_the_navigation_once_and_every_entry_is_a_page(reference: dict[str, str]) -> None:
+def test_every_page_is_in_the_navigation_once_and_every_entry_is_a_page() -> None:
     site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
     written = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
-    written |= {f"reference/{name}.md" for name in reference | generate_reference.topic_pages()}
+    written |= {f"reference/{name}.md" for name in (*generate_reference.site_pages(), "walk")}
     assert sorted(listed(site["nav"])) == sorted(written)
+
+
+def test_former_addresses_lead_to_pages_and_are_none() -> None:
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    pages_now = set(listed(site["nav"]))
+    (former,) = [plugin["redirects"]["redirect_maps"] for plugin in site["plugins"] if "redirects" in plugin]
+    assert len(former) > 10 and not pages_now & set(former)
+    targets = {page: page.partition("#")[2] for page in former.values()}
+    assert {page.partition("#")[0] for page in targets} <= pages_now
+    for page, anchor in targets.items():
+        kept = ROOT / "docs" / page.partition("#")[0]
+        assert not anchor or anchor in anchors(kept), page
 
 
 def test_the_reference_has_a_row_for_every_key(reference: dict[str, str]) -> None:

@@ -42,7 +42,7 @@ def main() -> int:
     parser.add_argument(
         "--takeovers-in-mlflow",
         action="store_true",
-        help="those that are taken over may record in MLflow, which does not pass yet (see docs/durability.md)",
+        help="those that are taken over may record in MLflow, which does not pass yet (see docs/keys.md)",
     )
     parser.add_argument(
         "--real", type=int, default=0, help="kills and stops of runs with Ray, vLLM and DeepSpeed (default 0)"

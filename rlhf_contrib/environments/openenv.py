@@ -174,7 +174,7 @@ def wire_of(config: OpenEnvAgent, schema: Mapping[str, Any]) -> Wire:
         observations = own_fields(schema["observation"])
     except (KeyError, TypeError, AttributeError) as error:
         problem = f"/schema has no schemas of action and observation ({error!r}): it is of another version of OpenEnv"
-        raise ConfigError("agent.url", config.url, problem, "see docs/rewards_and_agents.md") from error
+        raise ConfigError("agent.url", config.url, problem, "see docs/score.md") from error
     action = config.action_field or only_text(actions)
     if not action or (action != WHOLE and action not in actions):
         problem = f"the action's fields are {sorted(actions)}"

@@ -21,7 +21,7 @@ from rlhf_core.store.artifacts import ArtifactStore
 
 logger = logging.getLogger(__name__)
 
-NOTHING_RUN = "from formulas and data sheets: nothing of this was measured on a GPU (docs/scaling.md)"
+NOTHING_RUN = "from formulas and data sheets: nothing of this was measured on a GPU (docs/cluster.md)"
 
 
 def estimate(options: argparse.Namespace) -> None:

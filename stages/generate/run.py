@@ -3,7 +3,7 @@
 Every sample has a seed of its own, derived from (run seed, round, prompt, index). Finished shards outlive a killed run, and a
 shard is always sampled in one call: a restart with the same `shard_size` repeats the batches of an uninterrupted run, and so
 its bits. In other shards, or another order of prompts, log-probs are the same to rounding, and tokens too unless two candidates are closer than that
-(docs/determinism.md).
+(docs/keys.md).
 """
 
 import shutil

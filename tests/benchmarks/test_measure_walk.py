@@ -1,4 +1,4 @@
-"""The walk of a prompt: docs/walk.md is what a real step does, and names what exists."""
+"""The walk of a prompt: the page is the trace of a real step, and names functions that exist."""
 
 import ast
 import re
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.measure_walk import ROOT, trace_step
-from docs.generate_walk import OTHER_WAYS, PAGE, page, paths_of_a_setting
+from docs.generate_walk import OTHER_WAYS, page, paths_of_a_setting
 
 
 def names_in(file: Path) -> set[str]:
@@ -35,7 +35,6 @@ def test_the_page_is_the_trace_of_a_step() -> None:
     ]
     assert steps == sorted(steps) and steps[0] > 0, "the steps of PPO in their order"
     assert "`ClipLoss.loss`: " in written
-    assert PAGE.read_text(encoding="utf-8") == written, "python -m docs.generate_walk"
 
 
 SOURCES = {
