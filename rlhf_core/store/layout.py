@@ -282,7 +282,8 @@ def remove_tree(folder: Path) -> None:
             _allow_writing(Path(parent))
         shutil.rmtree(folder, ignore_errors=True)
         if folder.exists():
-            shutil.rmtree(folder)
+            with suppress(FileNotFoundError):  # another process is removing it, too
+                shutil.rmtree(folder)
     except PermissionError as error:  # in a shared store, what another user made for themselves alone
         rule = f"{error.filename} in it cannot be removed ({error.strerror})"
         raise ArtifactError("folder", str(folder), rule, "let its owner or root remove the folder") from error
@@ -339,7 +340,8 @@ def folder_bytes(folder: Path) -> int:
 def _allow_writing(folder: Path) -> None:
     # Without write permission a folder cannot be emptied, and only root can move it.
     if not os.access(folder, os.W_OK | os.X_OK):  # in a shared store it may be another user's, and is writable
-        folder.chmod(stat.S_IMODE(folder.stat().st_mode) | 0o700)
+        with suppress(FileNotFoundError):  # another process is removing it, too
+            folder.chmod(stat.S_IMODE(folder.stat().st_mode) | 0o700)
 
 
 # ---------------------------------------------------------------- a disk that is full, or not ours to write to
