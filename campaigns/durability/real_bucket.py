@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -37,8 +38,8 @@ RATES = {"503": 0.02, "reset": 0.02, "cut": 0.02, "lost": 0.02, "stale": 0.3}
 CLOCKS = {"ada": Skew(90_000.0, 0.0, elsewhere=False), "ben": Skew(-90_000.0, 0.0, elsewhere=True)}
 ON_TIME = Skew(0.0, 0.0, elsewhere=False)
 KILLS_A_ROUND = 8
-REACH = 0.2
-"""Share of an undisturbed run within which a started node is killed."""
+IN_STAGES, REACH = 0.8, 0.3
+"""Share of the kills that come once a node is at a stage, and the time until they come, as a share of an undisturbed run."""
 
 
 class Node:
@@ -111,6 +112,8 @@ def _round(
     runs = {name: node.start() for name, node in nodes.items()}
     while hit < most and any(run.process.poll() is None for run in runs.values()):
         name = dice.choice(list(nodes))
+        if dice.random() < IN_STAGES:
+            real_runs.wait_until(partial(_has_begun, runs[name]), runs[name], real_runs.LIMIT_S)
         real_runs.wait_until(lambda: False, runs[name], dice.uniform(0.0, REACH) * seconds)
         if runs[name].process.poll() is None:
             at, alone = real_runs.stage(runs[name].log), dice.random() < 0.5
@@ -123,6 +126,10 @@ def _round(
     problems += [f"{label}: computed {number} times" for label, number in made.items() if number > 1]
     proxy.choose = lambda line: ""
     return hit, [f"{folder.name}: {problem}" for problem in [*problems, *_problems(folder, place, twin)]]
+
+
+def _has_begun(run: Run) -> bool:
+    return any(event["event"] == "started" and event["action"] != "HIT" for event in real_runs.events(run.log))
 
 
 def _computed(log: Path) -> Iterator[str]:
