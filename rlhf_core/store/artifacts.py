@@ -27,7 +27,7 @@ from rlhf_core.store.fingerprint import (
     sha256_text,
     tree_digest,
 )
-from rlhf_core.store.index import identity, load_entries, save_entries
+from rlhf_core.store.index import load_entries, save_entries
 from rlhf_core.store.layout import (
     FORBIDDEN,
     MANIFEST,
@@ -348,12 +348,12 @@ class ArtifactStore:
         same = {
             path: FileEntry(*known[path][1])
             for path, status in stats.items()
-            if path in known and known[path][0] == identity(status)
+            if path in known and known[path][0] == _identity(status)
         }
         files = same | hash_files(folder, [path for path in paths if path not in same])
         # A file written just now may change again within the resolution of its timestamp: it is not remembered.
         settled = {
-            path: [identity(stats[path]), [entry.size, entry.sha256]]
+            path: [_identity(stats[path]), [entry.size, entry.sha256]]
             for path, entry in files.items()
             if now - max(stats[path].st_mtime_ns, stats[path].st_ctime_ns) > _SETTLED_NS
         }
@@ -402,3 +402,11 @@ def _handle(
         child_digest = tree_digest(files, under=folder)
         fields[field] = child_kind(uri=f"{_STORE}{digest}/{folder}", digest=child_digest, parents=parents)
     return kind(**fields)
+
+
+def _identity(status: os.stat_result) -> list[int]:
+    """Return values that change when a file is replaced or written to, even if its modification time stays.
+
+    They are inode, size in bytes, times of modification and of change in nanoseconds, and device.
+    """
+    return [status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_dev]

@@ -12,7 +12,6 @@ This module imports nothing slow, because `rlhf runs` and `rlhf store ls` depend
 
 import json
 import logging
-import os
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
@@ -162,11 +161,3 @@ def _maker() -> str:
     package = Path(__file__).parents[1]
     names = ("store/index.py", "stage/code.py", "user_code/syntax.py", "user_code/sources.py")
     return sha256_text(sys.version + "".join((package / name).read_text(encoding="utf-8") for name in names))[:16]
-
-
-def identity(status: os.stat_result) -> list[int]:
-    """Return values that change when a file is replaced or written to, even if its modification time stays.
-
-    They are inode, size in bytes, times of modification and of change in nanoseconds, and device.
-    """
-    return [status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_dev]
