@@ -343,9 +343,7 @@ class BucketStore:
         """Delete by the names of owner and content, which a later checkpoint never has again."""
         self._delete(sorted(_work_names(key, before) - _work_names(key, now)))
 
-    def send(
-        self, folder: Path, key: str, owner: str, there: Mapping[str, UploadedFile], only: Collection[str] = ()
-    ) -> Parts:
+    def send(self, folder: Path, key: str, owner: str, there: Parts, only: Collection[str] = ()) -> Parts:
         """Upload the files of a folder, or `only` these, as unfinished work, except for content that is `there`."""
         digests = {path: hash_file(folder / path) for path in only or list_files(folder)}
         new = {folder / path: sha for path, sha in digests.items() if sha not in there}
@@ -634,8 +632,7 @@ def _data_files(digest: str, state: Mapping[str, Any]) -> dict[str, str]:
 
 def _work_name(key: str, entry: UploadedFile) -> str:
     """The name in the bucket of a file of unfinished work."""
-    _, sha, owner = entry
-    return f"work/{key}/{owner}/{sha}"
+    return f"work/{key}/{entry[2]}/{entry[1]}"
 
 
 def _work_names(key: str, work: Mapping[str, Any]) -> set[str]:
