@@ -1,12 +1,13 @@
 import json
 import math
-from types import SimpleNamespace
 
 import pytest
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, get_current_settings, temporary_settings
 
 from pipelines.prefect_flows import cards
 from pipelines.prefect_flows.cards import artifact_key
+from rlhf_core.store.attempts import AttemptFolder
+from rlhf_core.store.disk import DiskStore
 
 
 @pytest.mark.parametrize(
@@ -30,7 +31,7 @@ def test_a_server_that_is_away_is_asked_once_and_not_at_every_step(monkeypatch, 
     monkeypatch.setattr(cards, "create_progress_artifact", away)
     monkeypatch.setattr(cards, "PROGRESS_EVERY_S", 0.0)
     monkeypatch.setattr(cards._Away, "until", 0.0)
-    card = cards.ProgressCard("sft", cards.Curves(lambda: SimpleNamespace(path=tmp_path)))
+    card = cards.ProgressCard("sft", cards.Curves(lambda: AttemptFolder(DiskStore(tmp_path), "key", tmp_path)))
     for step in range(5):
         card.show(step, 10, "loss 1.0")
     assert asked == ["again"]
@@ -44,7 +45,7 @@ def test_curves_grow_with_the_file_of_metrics_and_begin_again_with_a_new_attempt
         with file.open("a") as stream:
             stream.write(json.dumps({"step": step, "values": values}) + "\n")
 
-    curves = cards.Curves(lambda: SimpleNamespace(path=tmp_path))
+    curves = cards.Curves(lambda: AttemptFolder(DiskStore(tmp_path), "key", tmp_path))
     assert curves.markdown() == ""
     log(1, 1, 0.0)
     assert curves.markdown() == ""  # one point is no curve
@@ -67,7 +68,7 @@ def test_the_card_of_a_running_stage_is_made_once_and_then_rewritten(monkeypatch
         monkeypatch.setattr(cards, name, lambda **_: None)
     monkeypatch.setattr(cards, "create_markdown_artifact", lambda key, markdown: shown.append((key, markdown)) or 7)
     monkeypatch.setattr(cards, "_rewrite_artifact", lambda artifact, text: shown.append((artifact, text)))
-    card = cards.ProgressCard("ppo", cards.Curves(lambda: SimpleNamespace(path=tmp_path)))
+    card = cards.ProgressCard("ppo", cards.Curves(lambda: AttemptFolder(DiskStore(tmp_path), "key", tmp_path)))
     for step in (1, 2, 3):
         with file.open("a") as stream:
             values = {"ppo/source/a/b/reward": 2.0, "ppo/reward/mean": float(step), "ppo/source/a/b/length": 1.0}

@@ -12,7 +12,7 @@ TELL = """
 import pathlib, sys, time
 from rlhf_core.tracking import mlflow_client as owner
 import json
-pathlib.Path(sys.argv[1]).write_text(json.dumps(owner.tags()))
+pathlib.Path(sys.argv[1]).write_text(json.dumps(owner.owner_tags()))
 time.sleep(600)
 """
 
