@@ -20,7 +20,7 @@ Engine: TypeAlias = Literal["trainer", "sampler", "registry"]
 
 
 def always(config: Any) -> bool:
-    """Return True: the stage reads the input whatever its configuration."""
+    """True: the stage reads the input under every configuration."""
     return True
 
 
@@ -54,13 +54,13 @@ class Input(From):
 
     @property
     def many(self) -> bool:
-        """Return whether the input is a table of artifacts by name."""
+        """Whether the input is a table of artifacts by name."""
         return not isinstance(self.start, str)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage(Generic[P, R]):
-    """A stage as it is declared.
+    """The declaration of a stage.
 
     >>> from stages.sft import sft
     >>> sft.module, sft.engines
@@ -98,7 +98,7 @@ class Stage(Generic[P, R]):
 
     @property
     def configs(self) -> tuple[type[Config], ...]:
-        """Return the classes of the configuration.
+        """The configuration classes of the stage.
 
         >>> from stages.select import select
         >>> [kind.__name__ for kind in select.configs]
@@ -107,15 +107,15 @@ class Stage(Generic[P, R]):
         return (self.config,) if isinstance(self.config, type) else get_args(get_args(self.config)[0])
 
     def reads_input(self, name: str, config: Config) -> bool:
-        """Return whether the stage reads the input `name` under this configuration."""
+        """Whether the stage reads the input `name` under this configuration."""
         return self.inputs[name].when(config)
 
     def inputs_read(self, config: Config) -> list[str]:
-        """Return the names of the inputs that the stage reads under this configuration."""
+        """Names of the inputs that the stage reads under this configuration."""
         return [name for name in self.inputs if self.reads_input(name, config)]
 
     def scores(self, config: Config) -> bool:
-        """Return whether the stage computes rewards, whose heads stay float32 under a bfloat16 trainer."""
+        """Whether the stage computes rewards, whose heads stay float32 under a bfloat16 trainer."""
         read = self.inputs_read(config)
         kinds = {self.output, *(self.inputs[name].kind for name in read)}
         return "reward_models" in read or not kinds.isdisjoint({RewardModelRef, ProcessRewardModelRef})
@@ -130,7 +130,7 @@ class Stage(Generic[P, R]):
         engines: dict[str, Any],
         callables: tuple[str, ...] = (),
     ) -> StageSpec:
-        """Return the stage with these inputs, ready to be decided on and run."""
+        """Bind the stage to these inputs, ready for the decision whether to run it."""
         return StageSpec(
             name=self.name,
             module=self.module,
@@ -157,10 +157,10 @@ def stage(
     files: Callable[[Any], Mapping[str, str]] | None = None,
     module: str = "",
 ) -> Callable[[Callable[P, R]], Stage[P, R]]:
-    """Make a stage of a signature, its docstring and these fields of `Stage`.
+    """Declare a stage from a signature, its docstring and these fields of `Stage`.
 
-    Its name is that of its package in `stages`; elsewhere it is the path of the declaration, by which a profile names it.
-    `module` is where `run` is, by default the module `run` of the package with the declaration.
+    A stage in `stages` has the name of its package. Elsewhere the name is the path of the declaration, which profiles
+    use to refer to it. `module` contains `run`; the default is the module `run` of the package with the declaration.
     """
 
     def declared(signature: Callable[P, R]) -> Stage[P, R]:
@@ -189,7 +189,7 @@ def stage(
 
 
 def _input(annotation: Any, may_be_left_out: bool) -> Input:
-    """Return the input of an argument: `Annotated[kind, From(...)]`, where the kind is one, a mapping of it, or optional."""
+    """Parse the annotation of an argument: `Annotated[kind, From(...)]`; the kind may be a mapping or optional."""
     kind, given = get_args(annotation)
     if may_be_left_out:
         kind = next(one for one in get_args(kind) if one is not type(None))

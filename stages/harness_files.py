@@ -1,7 +1,7 @@
-"""Files outside of `include_path` that tasks of the harness read, by `include`, `!function` or rows of data.
+"""Find the files outside of `include_path` that harness tasks read, by `include`, `!function` or rows of data.
 
-The rules are those of lm_eval 0.4: paths of `include` and modules of `!function` are seen from the YAML file that names
-them, rows from the folder of `dataset_path`, or from the working directory where that is no folder.
+Paths resolve as in lm_eval 0.4: `include` and `!function` are relative to the YAML file with the reference. Rows are
+relative to the folder of `dataset_path`, or to the working directory if that is not a folder.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,10 +18,11 @@ TASKS = ".yaml"
 
 
 def outside_files(folder: Path) -> dict[str, str]:
-    """Return the digest of each local file outside of `folder` that a task in it names, directly or by an include.
+    """Digest each local file outside of `folder` that a task in it refers to, directly or through an include.
 
-    Names are paths of the YAML files in `folder`, and the references as they are written: a folder that moves with all
-    that it names keeps its digests. What does not exist, Hub datasets and modules of installed packages are left out.
+    Keys are the paths of the YAML files in `folder`, followed by the references exactly as written. A folder that is
+    moved together with its referenced files keeps its digests. Missing files, Hub datasets and modules of installed
+    packages are left out.
     """
     reader = _Reader(folder.resolve())
     for name in list_files(folder):
@@ -31,7 +32,7 @@ def outside_files(folder: Path) -> dict[str, str]:
 
 
 class _Reader:
-    """What was found so far."""
+    """Collects the digests of referenced files."""
 
     def __init__(self, folder: Path) -> None:
         self.digests: dict[str, str] = {}
@@ -44,7 +45,7 @@ class _Reader:
             self._note(Path(rows), f"{name}: {rows}")
 
     def _merged(self, file: Path, name: str, above: frozenset[Path]) -> dict[str, Any]:
-        """Return the content of a YAML file over that of the files that it includes, as the harness merges them."""
+        """Merge the content of a YAML file over the files that it includes, in the order of the harness."""
         file = file.resolve()
         if not file.is_file() or file in above:
             return {}
@@ -70,7 +71,7 @@ class _Reader:
 
 
 def _read(file: Path) -> tuple[dict[str, Any], list[str]]:
-    """Return the content of a YAML file and the functions that it names; nothing for one that the harness cannot read."""
+    """Load a YAML file, and the functions that it refers to; both are empty if the harness cannot read the file."""
     # Not a package of ours: lm_eval needs it, and is installed where a suite of this type is planned.
     import yaml
 
@@ -86,7 +87,7 @@ def _read(file: Path) -> tuple[dict[str, Any], list[str]]:
     Loader.add_constructor("!function", function)
     try:
         content = yaml.load(file.read_bytes(), Loader=Loader)  # a safe loader with one more tag
-    except Exception:  # as the harness, which skips the file: dates that there are not raise ValueError, for example
+    except Exception:  # as the harness, which skips the file: impossible dates raise ValueError, for example
         return {}, functions
     return (dict(content) if isinstance(content, Mapping) else {}), functions
 
@@ -128,13 +129,13 @@ def _named_rows(dataset: str, options: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _matches(pattern: Path) -> list[str]:
-    """Return the files and folders that a pattern matches, or that it names as it is."""
+    """Files and folders that match a pattern, including one whose literal name is the pattern."""
     found = glob(str(pattern), recursive=True)  # noqa: PTH207  # absolute patterns, too
     return sorted({*found, str(pattern)} if pattern.exists() else found)
 
 
 def _texts(value: Any, seen: set[int]) -> Iterator[str]:
-    """Yield every text in a text, a list or a mapping of splits; `seen` are the identities of those."""
+    """Yield every text in a text, a list or a mapping of splits; `seen` has the identities of visited containers."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping | list) and id(value) not in seen:

@@ -1,5 +1,7 @@
-"""Name the measures of each stage: the metrics of its record and the numbers of its report.json, as far as they are known
-before it runs. Gates and sweeps are checked against it by the plan; the tests of the stages hold it to what they record.
+"""Name the measures of each stage: the metrics of its record and the numbers of its report.json.
+
+Only names that are known before the stage runs are listed. The plan checks gates and sweeps against them, and the tests
+of the stages compare them with the recorded results.
 
 `*` in a name stands for any text, such as a user's own name. Whether a run has one of the numbers may depend on data.
 """
@@ -55,7 +57,7 @@ def training(*own: str) -> Callable[[StageSpec, Specs], Numbers]:
 
 
 def _of_model(prefix: str, *, suites: Iterable[str]) -> list[str]:
-    """Return the numbers of the report of a reward model."""
+    """Numbers in the report of a reward model."""
     probes = ("answers", "effect", *ENDS, "raised", "moved")
     return [
         f"{prefix}{name}"

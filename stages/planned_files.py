@@ -1,4 +1,4 @@
-"""Find the files that a stage reads, and check that they are those whose digests are in its key."""
+"""Find the files that a stage reads, and check that they match the digests in its key."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,10 +17,10 @@ def read_as_planned(
     planned: Mapping[str, str],
     error: type[RlhfError],
 ) -> Iterator[None]:
-    """Raise `error` unless the files that are read inside are those whose digests are in the key, `planned`.
+    """Raise `error` unless the files read inside the block match the digests in the key, `planned`.
 
-    `files` has the option and the path of each file, folder or pattern by name, and `digests` computes their digests once more. A
-    file that was neither replaced nor written to from then on is what was hashed.
+    `files` maps a name to the option and the path of a file, folder or pattern. `digests` hashes them again on entry. A
+    file that is neither replaced nor written to afterwards is the hashed one.
     """
     before = {name: _statuses(path) for name, (_, path) in files.items()}
     found = digests()
@@ -38,7 +38,7 @@ def read_as_planned(
 
 
 def files_at(path: Path) -> tuple[Path, list[str]]:
-    """Return a folder, and the names in it of the files at `path`: a file, a folder or a pattern.
+    """Split `path` into a folder and the names of its files in it; `path` is a file, a folder or a pattern.
 
     Compiled Python in a folder, which differs between machines, does not count.
     """
@@ -51,12 +51,12 @@ def files_at(path: Path) -> tuple[Path, list[str]]:
 
 
 def matching(path: Path) -> list[Path]:
-    """Return the files that match a pattern; none if `path` is a file or a folder."""
+    """Files that match a pattern; none if `path` is a file or a folder."""
     return [] if path.exists() else [one for one in source_files(str(path)) if one.is_file()]
 
 
 def _statuses(path: Path) -> dict[str, tuple[int, ...]]:
-    """Return a stamp that changes with every write to a file, or to one of a folder or pattern; empty if it is gone."""
+    """Stamps that change with every write to a file, or to a file of a folder or pattern; empty if it was removed."""
     folder, names = files_at(path)
     found = {name: (folder / name).stat() for name in names if (folder / name).exists()}
     return {

@@ -1,4 +1,4 @@
-"""Compute the digests of the suites that a stage scores reward models on, and check that these files are read."""
+"""Compute the digests of the suites that a stage scores reward models on, and check the files before they are read."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -21,7 +21,7 @@ class WithSuites(Protocol):
 
 
 def suite_digests(config: WithSuites) -> dict[str, str]:
-    """Return the sha256 of each suite's file, for the stage's key. Raises ConfigError for a missing file."""
+    """SHA-256 of each suite's file, for the stage's key. Raises ConfigError for a missing file."""
     digests = {}
     for name, suite in config.suites.items():
         path = Path(suite.path).expanduser()
@@ -32,7 +32,7 @@ def suite_digests(config: WithSuites) -> dict[str, str]:
 
 
 def suites_as_planned(config: WithSuites, planned: Mapping[str, str]) -> AbstractContextManager[None]:
-    """Raise ConfigError unless the suites that are read inside are those whose digests are in the key, `planned`."""
+    """Raise ConfigError unless the suites read inside the block match the digests in the key, `planned`."""
     files = {
         f"suites.{name}": (f"suites.{name}.path", Path(suite.path).expanduser())
         for name, suite in config.suites.items()

@@ -22,11 +22,11 @@ STAGES: dict[str, Stage[..., Any]] = {
     for found in iter_modules(stages.__path__)
     if found.ispkg
 }
-"""The stages of this program, and those that a profile names by path."""
+"""The built-in stages, and the stages that a profile names by path."""
 
 
 def __getattr__(name: str) -> Any:
-    """What 0.2 declared in this module. 0.4 refuses it."""
+    """Former names of this module from 0.2, with a warning. They work until 0.4."""
     place = name if name in STAGES else "declaration"
     found = getattr(import_module(f"stages.{place}"), name)
     text = f"stages.table.{name} is now stages.{place}.{name}; the former name works until 0.4"
@@ -35,5 +35,5 @@ def __getattr__(name: str) -> Any:
 
 
 def numbers_of(spec: StageSpec, specs: Specs) -> Numbers | None:
-    """Return the names of the numbers of a stage among those of its pipeline, None for a stage that is not declared."""
+    """Names of the numbers of a stage in its pipeline; None for a stage that is not declared."""
     return STAGES[spec.name].metrics(spec, specs) if spec.name in STAGES else None

@@ -1,4 +1,4 @@
-"""A policy that a training exported on its way (`export_every`), as an artifact of its own."""
+"""Take a policy that a training exported along the way (`export_every`) and store it as a separate artifact."""
 
 import shutil
 
@@ -10,7 +10,10 @@ from stages.checkpoint import CheckpointConfig
 
 
 def run(config: CheckpointConfig, *, policy: PolicyRef, context: StageContext) -> PolicyRef:
-    """Return the policy after `config.step`; ConfigError if the training of `policy` exported none there."""
+    """The policy exported after `config.step`.
+
+    Raises ConfigError if the training of `policy` exported none at that step.
+    """
     folder = export_folder(context.path(policy), config.step)
     if not folder.is_dir():
         found = sorted(one.name for one in (context.path(policy) / EXPORTS).glob("step_*"))

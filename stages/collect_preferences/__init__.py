@@ -32,7 +32,7 @@ class CollectPreferencesConfig(Config):
 
 
 def content_digests(config: CollectPreferencesConfig) -> dict[str, str]:
-    """Return the digest of the judge's rubric, if it is a file. Raises ConfigError if there is no such file."""
+    """Digest of the judge's rubric, if the rubric is a file. Raises ConfigError if that file is missing."""
     judge = config.annotator
     return rubric_digest(judge, RUBRIC, under="collect") if isinstance(judge, JudgeAnnotator) else {}
 

@@ -1,6 +1,6 @@
 """Collection of preferences: annotators judge comparisons, and their judgments become training pairs.
 
-While people have not judged enough, the stage ends as waiting; the same command goes on when they have.
+While people have not judged enough, the stage ends as waiting. Run the same command again to resume it when they have.
 """
 
 import json
@@ -34,7 +34,7 @@ GOLD_TIMEOUT_S = 600.0  # of a known reward for all answers
 
 
 def run(config: CollectPreferencesConfig, *, comparisons: ComparisonsRef, context: StageContext) -> PreferencesRef:
-    """Return the pairs that annotators prefer, with `judgments.parquet` and `report.json` about the annotators."""
+    """Collect judgments and write the preferred pairs, `judgments.parquet`, and `report.json` about the annotators."""
     asked = read_comparisons(context.path(comparisons))
     judgments, extra = judge(config, asked, comparisons, context)
     gold = known_rewards(config, asked, context)
@@ -58,7 +58,7 @@ def run(config: CollectPreferencesConfig, *, comparisons: ComparisonsRef, contex
 def judge(
     config: CollectPreferencesConfig, asked: Sequence[Comparison], comparisons: ComparisonsRef, context: StageContext
 ) -> tuple[list[Judgment], dict[str, Any]]:
-    """Return the judgments of the annotator and its part of the report.
+    """Collect the judgments of the annotator, and its part of the report.
 
     The stage ends as waiting while people have not judged enough.
     """
@@ -78,7 +78,7 @@ def judge(
 def judged_by_model(
     config: JudgeAnnotator, asked: Sequence[Comparison], context: StageContext
 ) -> tuple[list[Judgment], dict[str, Any]]:
-    """Return the judgments of a language model and the report on it; a stage that is killed keeps its verdicts."""
+    """Judge with a language model, and report on it. A killed stage keeps the verdicts that it has received."""
     path = f"{context.label.replace('/', '.')}.annotator"
     try:
         judged = ask_judge(
@@ -103,7 +103,7 @@ def judged_by_model(
 def known_rewards(
     config: CollectPreferencesConfig, asked: Sequence[Comparison], context: StageContext
 ) -> dict[str, float]:
-    """Return comparison -> reward of the first side less that of the second, {} without a known reward."""
+    """Reward difference (first side minus second side) of each comparison; {} without a known reward."""
     if not config.gold:
         return {}
     pairs = rewards_of_sides(config.gold, asked, code=context.functions, notes=context.notes, timeout_s=GOLD_TIMEOUT_S)
@@ -113,7 +113,7 @@ def known_rewards(
 def attentive(
     config: CollectPreferencesConfig, judgments: Sequence[Judgment], report: Mapping[str, object]
 ) -> list[Judgment]:
-    """Return the judgments of the annotators that passed enough attention checks, or got none."""
+    """The judgments of annotators that passed enough attention checks, or that were shown none."""
     annotators = report["annotators"]
     assert isinstance(annotators, dict)
     passed = {name: row["attention"] for name, row in annotators.items()}
@@ -130,7 +130,7 @@ class Verdicts:
 
 
 def settled(config: CollectPreferencesConfig, asked: Sequence[Comparison], judgments: Sequence[Judgment]) -> Verdicts:
-    """Return the pairs of the comparisons that train, each chosen by the annotators that judged it.
+    """Turn the judged comparisons that are used for training into pairs.
 
     The margin of a pair is the share of its annotators that chose it less the share that chose the other answer.
     """
@@ -156,7 +156,7 @@ def settled(config: CollectPreferencesConfig, asked: Sequence[Comparison], judgm
 
 
 def preference(one: Comparison, first_won: bool, margin: float) -> Preference:
-    """Return the training pair of a comparison."""
+    """The training pair of a comparison."""
     won, lost = (one.first, one.second) if first_won else (one.second, one.first)
     chosen, rejected = (Message("assistant", won),), (Message("assistant", lost),)
     return Preference(one.id, one.prompt, chosen, rejected, margin, one.source)
@@ -165,7 +165,7 @@ def preference(one: Comparison, first_won: bool, margin: float) -> Preference:
 def write_pairs(
     config: CollectPreferencesConfig, pairs: Sequence[tuple[str, Preference]], context: StageContext
 ) -> Metrics:
-    """Write the pairs, split by prompt into train and eval; return how many there are of each."""
+    """Write the pairs, split by prompt into train and eval, and count the pairs of each split."""
     prompts = {name: json.dumps([[m.role, m.content] for m in pair.prompt]) for name, pair in pairs}
     evaluation = always_held_out(prompts.values(), fraction=config.eval_fraction, seed=context.seed)
     split = {
@@ -178,9 +178,9 @@ def write_pairs(
 
 
 def always_held_out(prompts: Iterable[str], *, fraction: float, seed: int) -> set[str]:
-    """Return about `fraction` of the prompts, by their text alone: a prompt is held out in every round or in none.
+    """Hold out about `fraction` of the prompts by their text alone: a prompt is held out in every round or in none.
 
-    If that is none of them although the fraction is above 0, the first by `held_out` is.
+    If this would select no prompt or all of them, `held_out` chooses instead.
     """
     different = set(prompts)
     chosen = {prompt for prompt in different if derive_seed(seed, "eval", prompt) < fraction * 2**31}
@@ -188,7 +188,7 @@ def always_held_out(prompts: Iterable[str], *, fraction: float, seed: int) -> se
 
 
 def headline(report: Mapping[str, object]) -> Metrics:
-    """Return the figures of the report for the key record, without missing ones."""
+    """Figures of the report for the key record, without missing values."""
     metrics: Metrics = {}
     shares = {name: report[name] for name in ("agreement", "consistency", "attention", "first_chosen", "gold")}
     judge = report.get("judge")

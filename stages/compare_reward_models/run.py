@@ -32,9 +32,9 @@ def run(
     preferences: PreferencesRef,
     context: StageContext,
 ) -> ReportRef:
-    """Return a report with the accuracy, calibration and length dependence of each reward model on `preferences`.
+    """Report the accuracy, calibration and length dependence of each reward model on `preferences`.
 
-    Of each other model, `over/<other>` has the difference of the accuracies, pair by pair, with its interval.
+    For every other model, `over/<other>` holds the paired difference of the accuracies with its interval.
     """
     with suites_as_planned(config, context.files):
         suites = {name: read_suite(name, suite) for name, suite in config.suites.items()}
@@ -69,7 +69,7 @@ def run(
 
 
 def rendered(ref: RewardModelRef, rows: Sequence[Preference], context: StageContext) -> list[list[RenderedPair]]:
-    """Return each pair as the reward model sees it; empty if both answers are equal within its token limit."""
+    """Render each pair as the reward model sees it; empty if both answers are equal within its token limit."""
     folder = context.path(ref)
     chat, config = ChatTemplate.load(folder), RewardModelConfig(max_length=Contract.read(folder).max_length)
     return [reward_pairs(chat, [row], config) for row in rows]
@@ -78,7 +78,7 @@ def rendered(ref: RewardModelRef, rows: Sequence[Preference], context: StageCont
 def measured(
     ref: RewardModelRef, seen: Sequence[RenderedPair], suites: Mapping[str, list[SuiteRow]], context: StageContext
 ) -> tuple[dict[str, Any], list[float]]:
-    """Return the report of one reward model on the pairs, see `reward_model_report`, and on the suites; and its hits."""
+    """Evaluate one reward model on the pairs (`reward_model_report`) and on the suites; also its hit per pair."""
     folder = context.path(ref)
     contract = Contract.read(folder)
     with context.runtime.trainer("reward_model", context.model(ref, "score"), None) as trainer:

@@ -24,7 +24,7 @@ TABLE_ROWS = 16  # in the tracker
 def run(
     config: ConditionConfig, *, rollouts: RolloutsRef, prompts: PromptsRef | None = None, context: StageContext
 ) -> DemonstrationsRef | PromptsRef:
-    """Return the answers of `rollouts` after prompts with their level, or `prompts` that request the best level."""
+    """Build the answers of `rollouts` after prompts with their level, or `prompts` that request the best level."""
     everything = read_rollouts(context.path(rollouts))
     valid = [one for one in everything if not one.invalid]
     kept = [one for one in valid if not (config.drop_truncated and one.completion.finish_reason == "length")]
@@ -51,7 +51,7 @@ def run(
 
 
 def reward_levels(rewards: Sequence[float], *, levels: int) -> list[int]:
-    """Return the level, 1 to `levels`, of each reward: 1 and the number of quantiles j / levels that lie below it.
+    """The level, 1 to `levels`, of each reward: 1 plus the number of quantiles j / levels that lie below the reward.
 
     The j-th quantile is the least reward that at least j / levels of all do not exceed.
 
@@ -73,7 +73,7 @@ def check_levels(config: ConditionConfig, levels: Sequence[int], context: StageC
 
 
 def asking(prompt: Prompt, level: int, *, template: str) -> Prompt:
-    """Return `prompt`, its id and label unchanged, with the level in its last message."""
+    """A copy of `prompt` with the level in its last message; id and label are unchanged."""
     # Not str.format: braces in a prompt are its own. The level first, or a prompt with the text {level} would get it.
     *before, last = prompt.messages
     content = template.replace("{level}", str(level)).replace("{prompt}", last.content)

@@ -21,9 +21,9 @@ class DivergenceConfig(Config):
     """The divergence between student and teacher at a token."""
 
     kind: Literal["forward", "reverse", "jsd", "uld", "uld_text"] = "forward"
-    """Kind of divergence: `forward` covers the teacher's distribution, `reverse` seeks its mode, `jsd` is in between. For
-    teachers with other tokenizers: `uld` compares sorted probabilities (arXiv 2402.12030), `uld_text` also those of the
-    text itself."""
+    """Kind of divergence: `forward` covers the teacher's distribution, `reverse` seeks its mode, `jsd` is in between.
+    For teachers with other tokenizers: `uld` compares sorted probabilities (arXiv 2402.12030), `uld_text` also the
+    probabilities of the text itself."""
     jsd_beta: float = Field(0.5, ge=0, le=1)
     """Weight of the teacher in the mixture of `jsd`."""
     temperature: float = Field(1.0, gt=0)

@@ -1,9 +1,9 @@
 """Knowledge distillation: a student policy learns its teachers' distributions at every token, not only the token.
 
-Loss: (1 - a) * CE + a * sum_m w_m D(teacher m, student), token mean over the whole optimizer step, on assistant tokens; D is
-the forward or reverse KL or the generalized JSD (arXiv 2306.13649 eq. 1). Teachers with other tokenizers are compared on
-groups of tokens that spell the same text, by universal logit distillation (arXiv 2402.12030). The tokens are those of
-demonstrations, or (`on_policy`) of the student's own answers, drawn anew with its weights of the moment, as GKD does.
+Loss: (1 - a) * CE + a * sum_m w_m D(teacher m, student), token mean over the whole optimizer step, on assistant tokens;
+D is the forward or reverse KL or the generalized JSD (arXiv 2306.13649 eq. 1). Teachers with other tokenizers are
+compared on groups of tokens that spell the same text, by universal logit distillation (arXiv 2402.12030). The tokens
+come from demonstrations or (`on_policy`) from the student's own answers, sampled with its current weights as in GKD.
 """
 
 import itertools
@@ -91,7 +91,7 @@ def run(
             leases.enter_context(context.runtime.trainer("teacher", context.model(ref), None)) for ref in named.values()
         ]
         student = DistillationTrainer(own, method.teachers(trainers))
-        # The draws are those of all epochs.
+        # The draws already contain all epochs.
         loop = config.loop.model_copy(update={"epochs": 1}) if config.on_policy else config.loop
         result = fit(student, splits, method.objective, config.optimizer, loop, context, look_ahead=look_ahead)
         student.export(context.out)
@@ -103,7 +103,10 @@ def run(
 def named_teachers(
     config: DistillConfig, teacher: PolicyRef | None, teachers: Mapping[str, PolicyRef], context: StageContext
 ) -> dict[str, PolicyRef]:
-    """Return the teachers by name, in the order of their weights; ConfigError for one that is missing or not weighted."""
+    """The teachers by name, in the order of their weights.
+
+    Raises ConfigError for a missing or an unweighted teacher.
+    """
     if not config.teachers:
         return {"teacher": needed(teacher, "teacher", "distillation needs a teacher", context)}
     for name in sorted(config.teachers.keys() ^ teachers.keys()):
@@ -121,30 +124,30 @@ class Method(Protocol):
 
     @property
     def objective(self) -> Objective:
-        """Return the loss."""
+        """The loss."""
 
     @property
     def chat(self) -> ChatTemplate:
-        """Return the student's template."""
+        """The chat template of the student."""
 
     def examples(self, messages: Sequence[Message], *, max_length: int) -> Sequence[Any]:
-        """Return the samples of a demonstration."""
+        """Render a demonstration as training samples."""
 
     def answer(self, messages: Sequence[Message], own: TokenSample) -> Any | None:
-        """Return the sample of the student's own answer, None if there is nothing to compare."""
+        """Render the student's own answer as a sample; None if no token can be compared."""
 
     def routed(self, sample: Any, source: str) -> Any:
-        """Return a sample with the teacher of its `source`, if each source has one of its own."""
+        """Attach the teacher of its `source` to a sample, if teachers are assigned by source."""
         ...
 
     def teachers(self, trainers: Sequence[Trainer]) -> Teachers:
-        """Return the teachers in the order of their weights."""
+        """The teachers, in the order of their weights."""
 
 
 def method_of(
     config: DistillConfig, policy: PolicyRef, teachers: Mapping[str, PolicyRef], context: StageContext
 ) -> Method:
-    """Return the distillation method of the configuration. ConfigError if vocabularies or `top_k` do not allow it."""
+    """Build the configured distillation method. Raises ConfigError if the vocabularies or `top_k` do not allow it."""
     divergence, weights = config.divergence, normalized_weights(config.teachers or {"teacher": 1.0})
     student, others = context.path(policy), [context.path(ref) for ref in teachers.values()]
     chat = ChatTemplate.load(student)
@@ -181,26 +184,26 @@ class OneVocabulary:
     """Source -> number of its teacher; empty if all teachers teach all samples."""
 
     def examples(self, messages: Sequence[Message], *, max_length: int) -> list[TokenSample]:
-        """Return the conversation with its answers masked."""
+        """Render the conversation with a loss mask over its answers."""
         return self.chat.examples(messages, max_length=max_length)
 
     def answer(self, messages: Sequence[Message], own: TokenSample) -> TokenSample:
-        """Return the answer as it is."""
+        """The answer unchanged: all models read the same tokens."""
         return own
 
     def routed(self, sample: TokenSample, source: str) -> TokenSample | RoutedSample:
-        """Return a sample with the number of its teacher, if there is a route."""
+        """Attach the number of its teacher to a sample, if teachers are assigned by source."""
         return RoutedSample(sample.token_ids, sample.loss_mask, self.route[source]) if self.route else sample
 
     def teachers(self, trainers: Sequence[Trainer]) -> SameVocabulary | RoutedTeachers:
-        """Return the teachers, which read the student's own tokens."""
+        """The teachers, which read the student's own tokens."""
         kind = RoutedTeachers if self.route else SameVocabulary
         return kind(tuple(trainers), self.top_k, self.objective.temperature, self.vocabulary)
 
 
 @dataclass(frozen=True)
 class AcrossTokenizers:
-    """A comparison of groups of tokens, with teachers that have tokenizers and chat templates of their own."""
+    """A comparison of groups of tokens, with teachers that have different tokenizers and chat templates."""
 
     objective: CrossTokenizerObjective
     chat: ChatTemplate
@@ -208,19 +211,19 @@ class AcrossTokenizers:
     vocabularies: Sequence[int]
 
     def examples(self, messages: Sequence[Message], *, max_length: int) -> list[AlignedSample]:
-        """Return the conversation in the tokens of each model."""
+        """Render the conversation in the tokens of each model."""
         return aligned_examples(self.chat, self.chats, messages, max_length=max_length)
 
     def answer(self, messages: Sequence[Message], own: TokenSample) -> AlignedSample | None:
-        """Return the answer's text in the tokens of each model."""
+        """Render the answer's text in the tokens of each model."""
         return aligned_answer(self.chat, self.chats, messages, own)
 
     def routed(self, sample: AlignedSample, source: str) -> AlignedSample:
-        """Return the sample as it is: all teachers teach it."""
+        """The sample unchanged: all teachers teach it."""
         return sample
 
     def teachers(self, trainers: Sequence[Trainer]) -> OtherVocabularies:
-        """Return the teachers, which read the text in their own tokens."""
+        """The teachers, which read the text in their own tokens."""
         return OtherVocabularies(
             tuple(trainers), self.objective.k, self.objective.temperature, tuple(self.vocabularies)
         )
@@ -232,7 +235,7 @@ class AcrossTokenizers:
 def shown(
     config: DistillConfig, method: Method, demonstrations: DemonstrationsRef | None, context: StageContext
 ) -> dict[str, list[Any]]:
-    """Return the demonstrations by split, their assistant turns masked."""
+    """The demonstrations by split, with a loss mask over their assistant turns."""
     ref = needed(demonstrations, "demonstrations", f"on_policy = {on(config)} trains on demonstrations", context)
     rows = {split: read_demonstrations(context.path(ref) / f"{split}.parquet") for split in ("train", "eval")}
     config.check_sources({row.source for found in rows.values() for row in found}, key=context.label)
@@ -247,7 +250,7 @@ def shown(
 
 
 def drawn(config: DistillConfig, prompts: PromptsRef | None, context: StageContext) -> dict[str, list[Draw]]:
-    """Return the answers to be sampled: one to each prompt and epoch, and one to each prompt that is held out."""
+    """List the answers to sample: one for each prompt and epoch, and one for each held-out prompt."""
     ref = needed(prompts, "prompts", f"on_policy = {on(config)} trains on prompts", context)
     rows = read_prompts(context.path(ref))
     if not rows:
@@ -261,19 +264,19 @@ def drawn(config: DistillConfig, prompts: PromptsRef | None, context: StageConte
 
 
 def on(config: DistillConfig) -> str:
-    """Return `on_policy` as a profile has it."""
+    """The option `on_policy` as a profile writes it."""
     return str(config.on_policy).lower()
 
 
 def needed(ref: R | None, name: str, rule: str, context: StageContext) -> R:
-    """Return the input `ref`; ConfigError if it was not given."""
+    """The input `ref`. Raises ConfigError if it was not given."""
     if ref is None:
         raise ConfigError(f"{context.label}.{name}", None, rule, f"give {name}, or change the setting that needs it")
     return ref
 
 
 def answering(sampler: Sampler, method: Method, sampling: SamplingConfig, *, seed: int) -> LookAhead:
-    """Return a function that samples the student's answers before each step (on-policy distillation).
+    """Build a function that samples the student's answers before each step (on-policy distillation).
 
     An answer depends on the student's weights and its own seed, and all answers of a step are sampled in one call, so a
     resumed run samples the same answers.

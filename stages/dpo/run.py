@@ -3,7 +3,7 @@
 With a = log pi(y_c) - log pi_ref(y_c), b likewise for the rejected answer and h = a - b, the loss of a pair is
   dpo  -log sigmoid(beta h)          ipo  (h - 1/(2 beta))^2          simpo, orpo  without a reference
 and so on (`rlhf_core.config.policy`); kto and bco judge every answer on its own, and learn from answers that were
-never part of a pair. The reference is evaluated once over the dataset; its log-probs are kept beside the checkpoints.
+never part of a pair. The reference is evaluated once over the dataset; its log-probs are stored with the checkpoints.
 """
 
 import itertools
@@ -109,7 +109,7 @@ def check_data(config: DPOConfig, pairs: int, single: int, judged: int, context:
 
 
 def token_pairs(chat: ChatTemplate, rows: Sequence[Preference], *, max_length: int) -> list[TokenPair]:
-    """Return (chosen, rejected) token samples; pairs that truncation makes identical or empty are left out."""
+    """Tokenize pairs as (chosen, rejected); pairs that truncation makes identical or empty are left out."""
     pairs = []
     for row in rows:
         chosen = chat.continuation(row.prompt, row.chosen, max_length=max_length)
@@ -120,7 +120,7 @@ def token_pairs(chat: ChatTemplate, rows: Sequence[Preference], *, max_length: i
 
 
 def token_answers(chat: ChatTemplate, rows: Sequence[Feedback], *, max_length: int) -> list[JudgedAnswer]:
-    """Return the rendered answers with their judgments, without those that truncation leaves empty."""
+    """Render the answers with their judgments; answers that truncation leaves empty are left out."""
     rendered = [(chat.continuation(row.prompt, row.answer, max_length=max_length), row.desirable) for row in rows]
     return [JudgedAnswer(answer, desirable) for answer, desirable in rendered if answer is not None]
 
@@ -132,7 +132,7 @@ def prepared(
     reference: PolicyRef,
     context: StageContext,
 ) -> tuple[PairObjective | KTOObjective | BCOObjective, dict[str, list[Any]]]:
-    """Return the objective and its samples by split, with the reference's log-probs."""
+    """Build the objective and its samples by split, with the reference's log-probs."""
     if isinstance(config.loss, KTOLoss | BCOLoss):
         answers = {split: [*sides(pairs[split]), *single[split]] for split in pairs}
         strangers = config.loss.needs_mismatches
@@ -149,7 +149,7 @@ def prepared(
 
 
 def look_ahead_of(objective: PairObjective | KTOObjective | BCOObjective) -> LookAhead | None:
-    """Return the step-level pre-pass of the loss; None if the loss is a sum over samples."""
+    """The step-level pre-pass of the loss; None if the loss is a sum over samples."""
     if isinstance(objective, BCOObjective):
         return RunningShift(objective)
     return objective.look_ahead if objective.loss.looks_ahead else None
@@ -158,7 +158,7 @@ def look_ahead_of(objective: PairObjective | KTOObjective | BCOObjective) -> Loo
 def pair_samples(
     config: DPOConfig, split: str, pairs: Sequence[TokenPair], reference: PolicyRef, context: StageContext
 ) -> list[PreferenceSample]:
-    """Return the pairs with the reference's summed log-probs; losses without a reference get zeros."""
+    """The pairs with the reference's summed log-probs; losses without a reference get zeros."""
     if not config.loss.uses_reference:
         return [PreferenceSample(chosen, rejected, 0.0, 0.0) for chosen, rejected in pairs]
     flat = [answer for pair in pairs for answer in pair]
@@ -174,7 +174,7 @@ def pair_samples(
 
 
 def sides(pairs: Sequence[TokenPair]) -> list[JudgedAnswer]:
-    """Return the two answers of each pair on their own."""
+    """Split each pair into its two answers."""
     return [JudgedAnswer(answer, place == 0) for pair in pairs for place, answer in enumerate(pair)]
 
 
@@ -187,10 +187,10 @@ def answer_samples(
     *,
     strangers: bool,
 ) -> list[AnswerSample]:
-    """Return the answers with the one to another prompt that KTO's KL is measured on: of the same split, else of `others`.
+    """Pair each answer with an answer to another prompt, on which KTO's KL is estimated.
 
-    Each answer is paired with one fixed mismatched answer (to another prompt) for all epochs, so the reference scores it
-    once. Without `strangers` it is paired with itself.
+    The mismatched answer comes from the same split, or else from `others`, and is the same in all epochs, so the
+    reference scores it once. Without `strangers`, each answer is paired with itself.
     """
     answers = [row.answer for row in judged]
     if not strangers:
@@ -208,7 +208,10 @@ def answer_samples(
 
 
 def answer_to_another_prompt(index: int, answers: Sequence[TokenSample], others: Sequence[TokenSample]) -> TokenSample:
-    """Return the next answer to another prompt, of `answers` or else of `others`. DataError if all are to one prompt."""
+    """Find the next answer to another prompt in `answers`, or else in `others`.
+
+    Raises DataError if all share one prompt.
+    """
     prompt = prompt_of(answers[index])
     own = (answers[(index + step) % len(answers)] for step in range(1, len(answers)))
     for other in itertools.chain(own, others):
@@ -219,12 +222,12 @@ def answer_to_another_prompt(index: int, answers: Sequence[TokenSample], others:
 
 
 def prompt_of(sample: TokenSample) -> Column[int]:
-    """Return the tokens before the first trained one."""
+    """The tokens before the first trained one."""
     return sample.token_ids[: sample.loss_mask.index(1)]
 
 
 def mismatched(sample: TokenSample, other: TokenSample) -> TokenSample:
-    """Return the prompt of `sample` with the answer of `other`, cut to the longer one's length."""
+    """Join the prompt of `sample` with the answer of `other`, cut to the longer one's length."""
     prompt, start = prompt_of(sample), other.loss_mask.index(1)
     length = max(len(sample.token_ids), len(other.token_ids))
     token_ids = prompt + other.token_ids[start:]
@@ -239,7 +242,7 @@ def reference_sums(
     reference: PolicyRef,
     context: StageContext,
 ) -> list[float]:
-    """Return `summed(log-probs, index)` of the reference's log-probs of each sequence; kept for a resumed run."""
+    """Compute `summed(log-probs, index)` of the reference for each sequence; the values are kept for a resumed run."""
     if not sequences:
         return []
     path = context.work / f"reference_logprobs_{split}.json"

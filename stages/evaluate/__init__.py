@@ -44,12 +44,12 @@ class EvaluateConfig(RenamedConfig):
         return {name: one for name, one in table.items() if name != "resamples"} if given else table
 
     def recorded(self, table: dict[str, Any]) -> dict[str, Any]:
-        """Return the fields under the names, and in the order, that results were recorded with."""
+        """The fields under the names, and in the order, in which results were recorded."""
         shown = table.pop("samples_shown")
         return super().recorded(table) | {"resamples": RESAMPLES, "samples_shown": shown}
 
     def of(self, policies: Collection[str]) -> EvaluateConfig:
-        """Return this configuration without the parents and best-of rows of policies that are not among `policies`.
+        """This configuration without the parents and best-of rows of policies that are not among `policies`.
 
         A profile that removes a section of another one inherits the entries of its policy. Without its opponent (the
         champion, while there is none), a policy is compared with the reference.
@@ -69,7 +69,7 @@ POLICY_MEANS = ("kl", "tokens", "truncated")
 
 
 def policy_numbers(*, gold: bool, reward_model: bool, champion: bool) -> list[str]:
-    """Return the numbers of a policy in the report of `evaluate`, with the judge of the answers."""
+    """Numbers of a policy in the report of `evaluate`, with the judge of the answers."""
     judges = [name for name, there in (("gold", gold), ("reward_model", reward_model)) if there]
     over = [f"{name}_over_champion" for name in judges if champion]
     compared = ["win_rate", "improvement"] if judges else []

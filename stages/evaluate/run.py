@@ -1,6 +1,6 @@
 """Evaluation: every policy's answers to the same held-out prompts, side by side, with intervals.
 
-Gold reward (what nothing was trained on), reward-model score, KL to the reference, win rates, length, entropy,
+Gold reward (which nothing was trained on), reward-model score, KL to the reference, win rates, length, entropy,
 repetition. KL(mu || ref) is the mean over answers y ~ mu of sum_t [log mu(y_t | y_<t, x) - log ref(y_t | y_<t, x)].
 """
 
@@ -65,7 +65,7 @@ def with_reference(
     reference: PolicyRef | None,
     context: StageContext,
 ) -> EvaluateConfig:
-    """Return `config` with `reference` set to the name of the policy that really is the reference, where it has one."""
+    """Set `reference` in `config` to the name of the policy that is the actual reference, where that has a name."""
     digests = {name: read_index(context.path(ref))["policy"] for name, ref in generations.items()}
     names = [name for name, digest in digests.items() if reference is not None and digest == reference.digest]
     return config if not names or config.reference in names else config.model_copy(update={"reference": names[0]})
@@ -81,7 +81,7 @@ def measured(
     reward_model: RewardModelRef | None,
     context: StageContext,
 ) -> list[Answers]:
-    """Return the answers of every policy with gold reward, score and log-ratio, and the best-of-n rows behind theirs.
+    """Measure every policy's answers: gold reward, score and log-ratio, followed by the best-of-n rows.
 
     Episodes that failed are counted and not measured: a partial episode is no measure of the policy.
     """
@@ -106,7 +106,7 @@ def measured(
 
 
 def ended(name: str, generations: Sequence[Generation]) -> list[Generation]:
-    """Return the answers of a policy without the episodes that failed; DataError if all of them did."""
+    """The answers of a policy without failed episodes. Raises DataError if all of its episodes failed."""
     kept = [one for one in generations if not one.completion.failure]
     if generations and not kept:
         rule = f"all {len(generations)} episodes failed; the first: {generations[0].completion.failure}"
@@ -117,7 +117,7 @@ def ended(name: str, generations: Sequence[Generation]) -> list[Generation]:
 def gold_rewards(
     config: EvaluateConfig, rows: Mapping[str, Sequence[Generation]], context: StageContext
 ) -> dict[str, tuple[float, ...]]:
-    """Return the gold reward of each answer by policy; nothing when there is no gold reward."""
+    """Gold reward of each answer by policy; empty tuples without a gold reward."""
     if not config.gold:
         return dict.fromkeys(rows, ())
     settings = WorkerSettings(code=dict(context.functions), notes=context.notes)
@@ -128,7 +128,7 @@ def gold_rewards(
 def reward_scores(
     ref: RewardModelRef | None, rows: Mapping[str, Sequence[Generation]], context: StageContext
 ) -> dict[str, tuple[float, ...]]:
-    """Return the reward model's score of each answer by policy; nothing without a reward model."""
+    """The reward model's score of each answer by policy; empty tuples without a reward model."""
     if ref is None:
         return dict.fromkeys(rows, ())
     folder = context.path(ref)
@@ -145,7 +145,7 @@ def reward_scores(
 
 
 def compare(config: EvaluateConfig, policies: Sequence[Answers], context: StageContext) -> dict[str, Any]:
-    """Return the content of report.json: a row per policy, and how it was made."""
+    """Build the content of report.json: a row per policy, and how it was made."""
     by_name = {answers.name: answers for answers in policies}
     names = [answers.name for answers in policies if not answers.picked_from]
     rows = {answers.name: summary(answers, level=config.level) for answers in policies}
@@ -170,8 +170,10 @@ def compare(config: EvaluateConfig, policies: Sequence[Answers], context: StageC
 
 
 def opponent(config: EvaluateConfig, name: str, names: Sequence[str]) -> str:
-    """Return whom `name` is compared with: its parent if it has one, the reference, or (for the reference itself) the
-    policy before it; "" for the first."""
+    """Name of the policy that `name` is compared with, "" if it has no opponent.
+
+    It is the parent if `name` has one, else the reference. The reference itself is compared with the policy before it.
+    """
     if name in config.parents:
         return config.parents[name]
     if name != config.reference and config.reference in names:
@@ -180,7 +182,7 @@ def opponent(config: EvaluateConfig, name: str, names: Sequence[str]) -> str:
 
 
 def headline(report: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of the key record: `<policy>/gold`, `<policy>/kl`, `<policy>/win_rate` ..."""
+    """Numbers for the key record: `<policy>/gold`, `<policy>/kl`, `<policy>/win_rate` ..."""
     rows = {name.translate(NO_BRACKETS): row for name, row in report["policies"].items()}
     means = {
         f"{name}/{measure}": row[measure]["mean"]
@@ -205,7 +207,10 @@ def headline(report: Mapping[str, Any]) -> dict[str, float]:
 def ancestry(
     generations: Mapping[str, GenerationsRef], context: StageContext
 ) -> tuple[list[dict[str, Any]], dict[str, Path]]:
-    """Return the stages that led to the answers, and label -> metrics.jsonl of those that made a model, where it is still there."""
+    """Find the stages that led to the answers, and the metrics.jsonl of each stage that trained a model, by label.
+
+    Metrics files that no longer exist are left out.
+    """
     records = context.store.records()
     nodes = lineage(records, [ref.digest for ref in generations.values()])
     models = {record.key for record in records if isinstance(record.handle, (PolicyRef, RewardModelRef))}
@@ -217,7 +222,7 @@ def ancestry(
 def draw(
     report: Mapping[str, Any], policies: Sequence[Answers], training: Mapping[str, Path]
 ) -> dict[str, tuple[str, bytes]]:
-    """Return file name -> (caption, PNG)."""
+    """Draw the figures: file name -> (caption, PNG)."""
     figures: dict[str, tuple[str, bytes]] = {}
     measure, reference = report["compared_by"], report["reference"]
     label = {"gold": "gold reward", "reward_model": "reward-model score", "": ""}[measure]
@@ -245,12 +250,12 @@ def draw(
 
 
 def policy_colors(report: Mapping[str, Any]) -> dict[str, str]:
-    """Return the color of each policy in all figures and tables; best-of-n rows come last."""
+    """The color of each policy in all figures and tables; best-of-n rows come last."""
     return plots.colors(sorted(report["policies"], key=lambda name: name not in report["order"]))
 
 
 def training_figures(training: Mapping[str, Path], colors: Mapping[str, str]) -> dict[str, tuple[str, bytes]]:
-    """Return one figure per trained stage: reward for policy optimization, loss for the rest.
+    """Draw one figure per trained stage: reward for policy optimization, loss for the others.
 
     It has the color of the policy that the stage made, or contributed to: `iterative_dpo/round_1/dpo`.
     """
@@ -269,7 +274,7 @@ def training_figures(training: Mapping[str, Path], colors: Mapping[str, str]) ->
 
 
 def side_by_side(policies: Sequence[Answers], count: int) -> list[Sample]:
-    """Return the first `count` prompts that all policies answered, with the first answer of each."""
+    """The first `count` prompts that all policies answered, with the first answer of each."""
     first = [_first_answers(answers) for answers in policies]
     shared = [prompt for prompt in first[0] if all(prompt in answers for answers in first)][:count]
     samples = []

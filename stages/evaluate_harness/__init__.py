@@ -27,8 +27,8 @@ class HarnessSuite(Config):
     tasks: tuple[str, ...] = Field(min_length=1)
     """Names of tasks or groups, of the harness or of `include_path`."""
     include_path: Annotated[str, OPERATIONAL] = ""
-    """Folder with task YAML files, their rows and functions. The content of all its files belongs to the stage's key, and
-    that of local files outside of it which they name (`include`, `!function`, `data_files`)."""
+    """Folder with task YAML files, their rows and functions. The stage's key contains the content of all its files, and
+    of local files outside of the folder to which they refer (`include`, `!function`, `data_files`)."""
     num_fewshot: int = Field(-1, ge=-1)
     """Number of examples before each question; -1 leaves it to the task."""
     limit: int = Field(0, ge=0)
@@ -40,9 +40,10 @@ class HarnessSuite(Config):
 
 
 def content_digests(config: HarnessSuite) -> dict[str, str]:
-    """Return the version of the harness, and the digests of `include_path` and of the files that it names outside, for the key.
+    """Version of the harness and digests of its task files, for the stage's key.
 
-    Raises ConfigError if the harness is not installed or the folder is missing.
+    The files are those in `include_path` and the outside files that they refer to. Raises ConfigError if the harness is
+    not installed or the folder is missing.
     """
     try:
         found = {PACKAGE: version(PACKAGE)}

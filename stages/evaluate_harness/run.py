@@ -17,7 +17,7 @@ RESULTS = "lm_eval.json"
 
 
 def run(config: HarnessSuite, *, policy: PolicyRef, context: StageContext) -> ReportRef:
-    """Return the report of one policy: report.json, rows.jsonl with a line per document, and the harness's own numbers."""
+    """Evaluate one policy: report.json, rows.jsonl with a line per document, and the harness's own numbers."""
     # The optional package lm_eval: that it is installed was checked when the run was planned.
     from rlhf_core.suites.harness import Engines, run_tasks
 
@@ -56,7 +56,7 @@ def run(config: HarnessSuite, *, policy: PolicyRef, context: StageContext) -> Re
 
 
 def check_files(config: HarnessSuite, context: StageContext) -> None:
-    """Raise ConfigError unless harness and tasks are those whose digests are in the key."""
+    """Raise ConfigError unless the harness version and the task files match the digests in the key."""
     if context.files and content_digests(config) != context.files:
         rule, remedy = "has changed since the run was planned", "run again: the new content gets its own key"
         key = f"evaluate.suites.{config.name}.include_path"

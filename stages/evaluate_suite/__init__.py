@@ -60,7 +60,7 @@ class FunctionSuite(SuiteConfig):
 
 
 class PassAtKSuite(FunctionSuite):
-    """pass@k: the probability that one of k answers is right, by the unbiased estimator of arXiv 2107.03374."""
+    """pass@k: probability that one of k sampled answers is right, by the unbiased estimator of arXiv 2107.03374."""
 
     type: Literal["pass_at_k"] = "pass_at_k"
     k: tuple[int, ...] = Field((1,), min_length=1)
@@ -176,7 +176,7 @@ AnswerSuiteConfig = Annotated[AnswerSuite, Field(discriminator="type")]
 
 
 def content_digests(config: AnswerSuite) -> dict[str, str]:
-    """Return the digest of the judge's rubric, if it is a file. Raises ConfigError if there is no such file."""
+    """Digest of the judge's rubric, if the rubric is a file. Raises ConfigError if that file is missing."""
     under = f"evaluate.suites.{config.name}"
     return rubric_digest(config.judge, RUBRIC, under=under) if isinstance(config, JudgeSuite) else {}
 
@@ -193,4 +193,4 @@ def evaluate_suite(
         RewardModelRef | None, From("reward_model", when=lambda config: config.type == "reward_model")
     ] = None,
 ) -> ReportRef:
-    """One suite on the `generations` of one policy; a judge compares them with those of `opponent`."""
+    """One suite on the `generations` of one policy; a judge compares them with the opponent's generations."""

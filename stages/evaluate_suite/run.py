@@ -1,7 +1,7 @@
 """Evaluation suites: one policy's answers, measured in one way, with intervals over prompts.
 
-A function (pass@k, gold, custom), a reward model, verifiable instructions, refusals, or a judge who compares the answers
-with those of an opponent. Suites of EleutherAI's harness are the stage `evaluate_harness`.
+A suite measures with a function (pass@k, gold, custom), a reward model, verifiable instructions, refusals, or a judge
+who compares the answers with an opponent's answers. Suites of EleutherAI's harness are the stage `evaluate_harness`.
 """
 
 import math
@@ -63,7 +63,7 @@ def run(
     reward_model: RewardModelRef | None = None,
     context: StageContext,
 ) -> ReportRef:
-    """Return the report of one policy: report.json with every measure, rows.jsonl with a line per prompt."""
+    """Evaluate one policy: report.json with every measure, rows.jsonl with a line per prompt."""
     folder = context.path(generations)
     everything = read_generations(folder)
     rows = [one for one in everything if not one.completion.failure]
@@ -86,7 +86,7 @@ def measured(
     reward_model: RewardModelRef | None,
     context: StageContext,
 ) -> Measured:
-    """Return the measures of the answers by the kind of the suite."""
+    """Measure the answers according to the kind of suite."""
     match config:
         case PassAtKSuite():
             check_counts(rows, config.k)
@@ -119,14 +119,14 @@ def measured(
 
 
 def of_values(rows: Sequence[Generation], values: Sequence[float | None], measure: str) -> Measured:
-    """Return the measure of these values, one for each answer; it is a share if all of them are 0 or 1."""
+    """Summarize the values, one for each answer, as a measure; it is a share if all of them are 0 or 1."""
     found = mean_rows(rows, values, measure)
     is_share = bounds_of([value for value in values if value is not None]) is not None
     return Measured(tuple(found), measure, shares=(measure,) if is_share else ())
 
 
 def function_values(config: FunctionSuite, rows: Sequence[Generation], context: StageContext) -> list[float | None]:
-    """Return the function's value for each answer; None where it does not apply."""
+    """The function's value for each answer; None where it does not apply."""
     spec = FunctionReward(
         function=config.function,
         arguments=config.arguments,
@@ -142,7 +142,7 @@ def function_values(config: FunctionSuite, rows: Sequence[Generation], context: 
 
 
 def values_with_failures(config: PassAtKSuite, rows: Sequence[Generation], context: StageContext) -> list[float | None]:
-    """Return the function's value for each answer; a failed episode is wrong, unless its prompt has no values."""
+    """The function's value for each answer; a failed episode counts as wrong, unless its prompt has no values."""
     kept = [place for place, one in enumerate(rows) if not one.completion.failure]
     found = (
         dict(zip(kept, function_values(config, [rows[place] for place in kept], context), strict=True)) if kept else {}
@@ -154,7 +154,7 @@ def values_with_failures(config: PassAtKSuite, rows: Sequence[Generation], conte
 
 
 def gold_values(config: GoldSuite, rows: Sequence[Generation], context: StageContext) -> list[float | None]:
-    """Return the gold reward of each answer. Raises DataError for an answer without one."""
+    """Gold reward of each answer. Raises DataError for an answer without one."""
     values = function_values(config, rows, context)
     for value, row in zip(values, rows, strict=True):
         if value is None:
@@ -164,7 +164,7 @@ def gold_values(config: GoldSuite, rows: Sequence[Generation], context: StageCon
 
 
 def reward_scores(ref: RewardModelRef, rows: Sequence[Generation], context: StageContext) -> list[float]:
-    """Return the reward model's score of each answer."""
+    """The reward model's score of each answer."""
     folder = context.path(ref)
     contract, chat = Contract.read(folder), ChatTemplate.load(folder)
     with context.runtime.trainer("reward_model", context.model(ref, "score"), None) as trainer:
@@ -178,7 +178,7 @@ def reward_scores(ref: RewardModelRef, rows: Sequence[Generation], context: Stag
 def compared(
     config: JudgeSuite, rows: Sequence[Generation], opponent: GenerationsRef, context: StageContext
 ) -> Measured:
-    """Return the win rates of the first answer to each prompt against the opponent's first, judged in both orders.
+    """Judge the first answer to each prompt against the opponent's first answer, in both orders, and compute win rates.
 
     A failed episode of one side is its loss, of both sides a tie; the judge does not see them.
     """
@@ -219,7 +219,7 @@ def compared(
 
 
 def first_answers(rows: Sequence[Generation]) -> dict[str, Generation]:
-    """Return the first answer to each prompt, which may be a failed episode: a later one would be a second try."""
+    """The first answer to each prompt. It may be a failed episode: taking a later answer would grant a second try."""
     found: dict[str, Generation] = {}
     for one in rows:
         found.setdefault(one.prompt.id, one)
@@ -227,7 +227,7 @@ def first_answers(rows: Sequence[Generation]) -> dict[str, Generation]:
 
 
 def comparison(mine: Generation, other: Generation, *, seed: int) -> Comparison:
-    """Return the comparison of two answers, with ours on a side by the seed and the prompt; both orders are judged anyway."""
+    """Build the comparison of two answers. Seed and prompt decide the side of ours; both orders are judged anyway."""
     prompt = mine.prompt
     sides = [("ours", mine.completion.text), ("theirs", other.completion.text)]
     if derive_seed(seed, "judge", prompt.id) % 2:
@@ -241,7 +241,7 @@ def comparison(mine: Generation, other: Generation, *, seed: int) -> Comparison:
 def judged(
     config: JudgeSuite, comparisons: Sequence[Comparison], context: StageContext
 ) -> tuple[list[float], dict[str, Any]]:
-    """Return how far each comparison was won by its first side, and the report on the judge.
+    """Judge each comparison: how far its first side won, and the report on the judge.
 
     A stage that is killed keeps the verdicts so far.
     """

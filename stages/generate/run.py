@@ -1,9 +1,9 @@
 """Sampling: n answers to every prompt, unscored, so that selection, scoring and debugging can share them.
 
-Every sample has a seed of its own, derived from (run seed, round, prompt, index). Finished shards outlive a killed run, and a
-shard is always sampled in one call: a restart with the same `shard_size` repeats the batches of an uninterrupted run, and so
-its bits. In other shards, or another order of prompts, log-probs are the same to rounding, and tokens too unless two candidates are closer than that
-(docs/keys.md).
+Every sample has a separate seed, derived from (run seed, round, prompt, index). Finished shards outlive a killed run,
+and a shard is always sampled in one call: a restart with the same `shard_size` repeats the batches of an uninterrupted
+run, and so its bits. In other shards, or another order of prompts, log-probs are the same to rounding, and tokens too
+unless two candidates are closer than that (docs/keys.md).
 """
 
 import shutil
@@ -37,7 +37,7 @@ def run(
     asked: PromptsRef | None = None,
     context: StageContext,
 ) -> GenerationsRef:
-    """Draw `samples_per_prompt` answers of `policy` to each prompt; those of a prompt stand together.
+    """Draw `samples_per_prompt` answers of `policy` to each prompt; answers to the same prompt are consecutive.
 
     `asked` are the prompts as sent to this policy, by id; the answers are kept as answers to `prompts`.
     """
@@ -69,7 +69,7 @@ def run(
 
 
 def chosen(prompts: Sequence[Prompt], config: GenerateConfig) -> list[Prompt]:
-    """Return the prompts to answer; DataError if there are none."""
+    """Select the prompts to answer. Raises DataError if none is left."""
     found = list(prompts[: config.max_prompts] if config.max_prompts else prompts)
     if not found:
         raise DataError("generate.prompts", len(found), "there are no prompts to answer", "prepare more prompts")
@@ -86,9 +86,10 @@ def sample_shards(
     *,
     put: Mapping[str, tuple[Message, ...]],
 ) -> None:
-    """Write the shards that earlier attempts did not finish; the sampler is not started if there are none.
+    """Write the shards that earlier attempts did not finish; the sampler is not started if all are finished.
 
-    Those may have had another `shard_size`: how many prompts are answered is read off their rows, and the rest is cut anew.
+    Earlier attempts may have used another `shard_size`: the number of answered prompts is read from their rows, and the
+    remaining prompts are divided anew.
     """
     finished = finished_shards(folder)
     answered = sum(map(count_rows, finished)) // config.samples_per_prompt
@@ -100,7 +101,7 @@ def sample_shards(
         sampler = leases.enter_context(context.runtime.sampler(policy))
         for index, piece in enumerate(pieces, start=len(finished)):
             generations = sample(sampler, chat, piece, config, seed=context.seed, put=put, environments=environments)
-            # First: a shard that is there is not made again.
+            # before the shard is written: a finished shard is not sampled again
             context.failed(index + 1, failed_episodes(generations, config.agent_keys()))
             context.metrics(index + 1, generation_metrics(generations))
             write_generations(folder, index, generations)
@@ -119,7 +120,7 @@ def sample(
     put: Mapping[str, tuple[Message, ...]],
     environments: OpenEnvironments = SINGLE_TURN,
 ) -> list[Generation]:
-    """Return `samples_per_prompt` generations per prompt, each from its own seed.
+    """Sample `samples_per_prompt` generations per prompt, each from its own seed.
 
     A prompt whose id is in `put` is sent with those messages; the generation has the prompt itself and its tokens.
     """
@@ -140,7 +141,7 @@ def sample(
 
 
 def generation_metrics(generations: Sequence[Generation]) -> Metrics:
-    """Return length (sampled tokens), entropy estimate (nats per token), truncation and variety of the answers.
+    """Length (sampled tokens), entropy estimate (nats per token), truncation and variety of the answers.
 
     `entropy` is the mean of -log p over sampled tokens, `distinct` the mean over prompts of the share of different
     texts among the answers to one prompt.

@@ -11,16 +11,17 @@ from stages.declaration import stage
 
 
 class ImportPolicyConfig(Config):
-    """A causal language model that takes part in the evaluation beside the policies of the pipeline."""
+    """A causal language model to evaluate alongside the policies of the pipeline."""
 
     model: PretrainedModel
     """The model, by folder, Hub name with `revision`, or `package:<python package>/<folder>`; with a chat template."""
 
 
 def content_digests(config: ImportPolicyConfig) -> dict[str, str]:
-    """Return the digest of a local folder, for the stage's key; a Hub model is identified by its commit.
+    """Digest of a local folder, for the stage's key; a Hub model is identified by its commit.
 
-    Raises ConfigError, before the policies of the pipeline are trained, for a model that there is not, or no language model.
+    Raises ConfigError if the model is missing or is not a language model, before the policies of the pipeline are
+    trained.
     """
     folder = local_folder(config.model)
     if folder is None:
@@ -33,4 +34,4 @@ def content_digests(config: ImportPolicyConfig) -> dict[str, str]:
 
 @stage(version=1, code="warn", page="evaluation.md", metrics=measured.fixed(), files=content_digests)
 def import_policy(config: ImportPolicyConfig) -> PolicyRef:
-    """A policy from outside, to be evaluated beside those of the pipeline."""
+    """A policy from outside, evaluated alongside the policies of the pipeline."""

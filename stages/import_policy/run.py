@@ -1,4 +1,4 @@
-"""A policy from outside, in the layout of ours, to be evaluated beside the policies of the pipeline."""
+"""Import a policy from outside in our layout, to evaluate it alongside the policies of the pipeline."""
 
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.errors import ConfigError
@@ -9,7 +9,7 @@ from stages.import_policy import ImportPolicyConfig, content_digests
 
 
 def run(config: ImportPolicyConfig, *, context: StageContext) -> PolicyRef:
-    """Return the model as a policy: safetensors, tokenizer and chat template; ConfigError if it is not usable."""
+    """Save the model as a policy: safetensors, tokenizer and chat template. Raises ConfigError if it is not usable."""
     materialize(config.model, context.out)
     ChatTemplate.load(context.out)
     if context.files and content_digests(config) != context.files:

@@ -24,19 +24,19 @@ class ImportRewardModelConfig(Config):
     max_length: int = Field(2048, ge=8)
     """Maximum number of tokens of prompt and answer that the model reads; longer ones are cut."""
     template: Literal["own", "policy"] = added_option("own")
-    """The model's own chat template, which has to give the policy's tokens, or that of the policy in its place, for models
-    that were trained on text without roles."""
+    """Chat template of the scores: the model's own, which has to render the same tokens as the policy's, or the
+    policy's template, for models that were trained on text without roles."""
 
 
 def content_digests(config: ImportRewardModelConfig) -> dict[str, str]:
-    """Return the digest of the files to copy. Raises ConfigError, before anything runs, for an unusable folder."""
+    """Digest of the files to copy. Raises ConfigError for an unusable folder, before anything runs."""
     folder = Path(config.path).expanduser()
     check_classifier(folder, template=config.template == "own")
     return {"reward_model": tree_digest(hash_files(folder, copied(folder)))}
 
 
 def copied(folder: Path) -> list[str]:
-    """Return the sorted names of the reward model's files."""
+    """Sorted names of the reward model's files."""
     return sorted({path.name for pattern in COPIED for path in folder.glob(pattern) if path.is_file()})
 
 

@@ -1,6 +1,6 @@
-"""A reward model from outside becomes one of ours: checked, copied, and given the contract that every use checks.
+"""Import a reward model from outside: check it, copy it, and write the contract that every use checks.
 
-Its scores are those that transformers computes of the same tokens: r = w . h(last token).
+Its scores equal the scores of transformers for the same tokens: r = w . h(last token).
 """
 
 import json
@@ -60,7 +60,7 @@ def run(config: ImportRewardModelConfig, *, policy: PolicyRef, context: StageCon
 
 
 def check_copy(names: list[str], config: ImportRewardModelConfig, context: StageContext) -> None:
-    """Raise ConfigError unless the bytes that were copied are those whose digest is in the key."""
+    """Raise ConfigError unless the copied bytes match the digest in the key."""
     planned = context.files  # empty: run without a pipeline
     if planned and tree_digest(hash_files(context.out, names)) != planned["reward_model"]:
         rule = "its files have changed since the run was planned"
@@ -82,7 +82,7 @@ def check_tokens(chat: ChatTemplate, policys: ChatTemplate, config: ImportReward
 
 
 def probes(chat: ChatTemplate, max_length: int) -> list[Column[int]]:
-    """Return the tokens of the probes up to the end of each answer, where a sampled answer ends too."""
+    """Tokens of the probes up to the end of each answer, where a sampled answer ends too."""
     found = []
     for messages, answer in probe_messages():
         sample = chat.continuation(messages, (Message("assistant", answer),), max_length=max_length)

@@ -25,7 +25,7 @@ class MergeConfig(Config):
 
     @property
     def uses_base(self) -> bool:
-        """Return whether the changes from a base are merged."""
+        """Whether the changes from a base are merged."""
         return isinstance(self.method, OfChanges)
 
     @model_validator(mode="after")

@@ -25,7 +25,10 @@ WEIGHTS = "*.safetensors"
 def run(
     config: MergeConfig, *, policies: dict[str, PolicyRef], base: PolicyRef | None = None, context: StageContext
 ) -> PolicyRef:
-    """Return the merge of `policies`; the first gives dtype, tokenizer and chat template. ConfigError if they differ in shape."""
+    """Merge `policies`; the first one determines dtype, tokenizer and chat template.
+
+    Raises ConfigError if their shapes differ.
+    """
     folders = {name: context.path(policies[name]) for name in sorted(config.weights)}  # keys are in no order
     start = None
     if config.uses_base:
@@ -46,7 +49,7 @@ def run(
 def write_merged(
     config: MergeConfig, folders: Mapping[str, Path], start: Path | None, context: StageContext
 ) -> dict[str, float]:
-    """Write a file of merged weights for each of the first policy; return the number of tensors and of parameters."""
+    """Write a file of merged weights for each file of the first policy, and count tensors and parameters."""
     shards = sorted(next(iter(folders.values())).glob(WEIGHTS))
     tensors, parameters = 0, 0
     with ExitStack() as files:
@@ -67,7 +70,7 @@ def write_merged(
 def one_tensor(
     config: MergeConfig, name: str, opened: Mapping[str, Opened], base: Opened | None, seed: int
 ) -> torch.Tensor:
-    """Return the merge of one tensor, in the dtype of the first policy; one of integers must be the same in all."""
+    """Merge one tensor, in the dtype of the first policy; integer tensors must be equal in all policies."""
     values = {policy: files.tensor(name) for policy, files in opened.items()}
     first = next(iter(values.values()))
     if not first.is_floating_point():
@@ -99,15 +102,15 @@ class Opened:
         self._home = {name: file for file in self._files.values() for name in file.keys()}  # noqa: SIM118
 
     def names(self, shard: Path) -> list[str]:
-        """Return the names of the tensors in a file."""
+        """Names of the tensors in a file."""
         return list(self._files[shard].keys())
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return a tensor."""
+        """Read a tensor."""
         return self._home[name].get_tensor(name)
 
     def shape(self, name: str) -> list[int] | None:
-        """Return the shape of a tensor; None if there is none of this name."""
+        """Shape of a tensor; None if no file has this name."""
         return self._home[name].get_slice(name).get_shape() if name in self._home else None
 
     def check_like(self, first: Opened) -> None:

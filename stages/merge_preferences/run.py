@@ -1,4 +1,4 @@
-"""Union of preference pairs, such as those of all rounds so far."""
+"""Union of preference pairs, such as the pairs of all rounds so far."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ SPLITS = ("train", "eval")
 def run(
     config: MergePreferencesConfig, *, preferences: dict[str, PreferencesRef], context: StageContext
 ) -> PreferencesRef:
-    """Return the pairs of all `preferences`, in the order of their names; their sources name where each came from.
+    """Merge the pairs of all `preferences`, in the order of their names; the sources name the origin of each pair.
 
     A pair that is there twice is kept once. A prompt that is held out anywhere is held out everywhere, so that nothing
     that is trained on is also measured on.
@@ -34,7 +34,7 @@ def run(
 
 
 def without_overlap(rows: dict[str, list[Preference]]) -> tuple[dict[str, list[Preference]], int]:
-    """Return train and eval without repeated pairs and without common prompts, and how many pairs moved to eval."""
+    """Train and eval without repeated pairs and without common prompts, and the number of pairs moved to eval."""
     held = {row.prompt for row in rows["eval"]}
     seen: set[tuple[object, ...]] = set()
     merged: dict[str, list[Preference]] = {split: [] for split in SPLITS}

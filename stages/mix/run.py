@@ -86,7 +86,7 @@ def run(config: MixConfig, *, tables: dict[str, ArtifactRef], context: StageCont
         write(context.out / "eval.parquet", [one.row for one in evaluated])
     write_json(context.out / "report.json", rows_by_source(rows["train"], taken))
 
-    # Every row is in one of the counts, so none is lost in silence.
+    # Every row is counted once, so no row is lost silently.
     repeated = len(taken) - len({id(one) for one in taken})
     counts = {"train": len(taken), "eval": len(evaluated), "repeated": repeated, "moved": moved}
     counts["left_out"] = len(rows["train"]) - moved - (len(taken) - repeated)
@@ -113,7 +113,7 @@ def with_settings(one: MixRow, config: MixConfig) -> MixRow:
 
 
 def prompt_key(row: Any) -> object:
-    """The prompt of a row: the messages before the last one of a demonstration.
+    """The prompt of a row; for a demonstration, all messages before the last one.
 
     Settings of the chat template do not count: the same prompt may be rendered in another way for another source.
     """

@@ -82,7 +82,7 @@ def lease_models(
 
 
 def check_teacher(name: str, teachers: Mapping[str, PolicyRef], policy: PolicyRef, context: StageContext) -> None:
-    """Raise ConfigError if a teacher is missing, or if its vocabulary is not that of `policy`."""
+    """Raise ConfigError if a teacher is missing, or if its vocabulary differs from the vocabulary of `policy`."""
     from rlhf_core.models.loading import shared_vocabulary  # imports peft, as above
 
     key = f"{context.label}.distill.teachers.{name}"

@@ -1,7 +1,7 @@
 """Policy optimization: sample with vLLM, score, estimate advantages, update with a clipped loss, sync, repeat.
 
-PPO (arXiv 1707.06347, as used in 2203.02155) with a value model, or an estimator without one, such as GRPO or RLOO: those
-in `algorithms.advantage`, with the losses in `algorithms.policy`. One step, top to bottom in `run` and `learn`, without the options:
+PPO (arXiv 1707.06347, as used in 2203.02155) with a value model, or an estimator without one, such as GRPO or RLOO. See
+`algorithms.advantage`, and `algorithms.policy` for the losses. One step, top to bottom in `run` and `learn`, without options:
   sampler.load_weights   the sampler mu takes the policy's weights
   sampler.generate       y ~ mu(. | x); with `ahead` mu may have the weights of steps before
   score                  the terms of `rewards`: reward models, functions, judges, servers
@@ -263,8 +263,8 @@ def update(
     """Make `epochs * minibatches` optimizer steps on these rows of the batch; return their metrics `averaged`.
 
     The policy waits for the value model's warm-up; its learning rate is scheduled over the steps that are left, times
-    the `scale` of rollbacks. Some demonstrations are mixed into each of its updates, if there are any (PPO-ptx).
-    Without rows, if every answer of the step was cut off and is masked, there is no update.
+    the `scale` of rollbacks. Some of the demonstrations, if given, are mixed into each of its updates (PPO-ptx).
+    Without rows, because every answer of the step was cut off and is masked, nothing is updated.
     """
     frozen = config.value.warmup_steps if models.value_model else 0
     value_rate = scheduled_rate(config.value.optimizer, step, config.steps)
@@ -299,7 +299,7 @@ def update(
 
 
 def train(role: str, trainer: Trainer, losses: Sequence[tuple[Any, Objective]], learning_rate: float) -> Metrics:
-    """Make one optimizer step on the sum of losses of (batch, objective), the first one and that of demonstrations, if any."""
+    """Make one optimizer step on the sum of losses of (batch, objective): the rollouts, then any demonstrations."""
     metrics, *mixed = [trainer.forward_backward(batch, objective) for batch, objective in losses]
     metrics |= trainer.optim_step(learning_rate=learning_rate)
     named = {f"{role}/{name}": value for name, value in metrics.items()}

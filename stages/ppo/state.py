@@ -1,4 +1,4 @@
-"""The state of policy optimization: what a checkpoint holds, and what is exported in the end."""
+"""The state of policy optimization, the content of its checkpoints, and the final export."""
 
 import json
 import logging
@@ -28,7 +28,7 @@ REPORT = "monitors.json"
 
 @dataclass
 class TrainingState:
-    """The state that a checkpoint restores: models, rewards, sampler, order of prompts, KL controller, and what watches the run."""
+    """The state that a checkpoint restores: models, rewards, sampler, prompt order, KL controller, and monitors."""
 
     models: Models
     sampler: StepSampler

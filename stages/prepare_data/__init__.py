@@ -43,7 +43,7 @@ class PrepareDataConfig(Config):
 
 
 def wanted_tables(data: DataConfig) -> list[str]:
-    """Return the tables of training and of held-out prompts that `data` makes unless all their rows are dropped."""
+    """The tables of training and of held-out prompts that `data` makes unless all their rows are dropped."""
     if isinstance(data, Files):
         filled = data.filled()
         return [table for table in KINDS if table in filled]
@@ -52,7 +52,7 @@ def wanted_tables(data: DataConfig) -> list[str]:
 
 
 def content_digests(config: PrepareDataConfig) -> dict[str, str]:
-    """Return the sha256 of all local files that `config` names (data, model, template), by name, for the stage's key.
+    """SHA-256 of each local file that `config` names (data, model, template), by name, for the stage's key.
 
     Hub data and models are identified by their commit in the configuration. Raises DataError for missing data, and
     ConfigError for a `package:` model whose package is not installed.
@@ -66,7 +66,7 @@ def content_digests(config: PrepareDataConfig) -> dict[str, str]:
 
 
 def local_files(config: PrepareDataConfig) -> dict[str, tuple[str, Path]]:
-    """Return the configuration key and the path of each local file and folder that `config` names, by name."""
+    """Configuration key and path of each local file and folder that `config` names, by name."""
     named: dict[str, str] = {}
     if isinstance(config.data, Files):
         named |= {source.path: f"data.sources[{source.name}]" for source in config.data.sources if not is_hub(source)}

@@ -1,7 +1,7 @@
 """Prepare the data and the base model: read or invent rows, clean, split, check against the tokenizer, write tables.
 
-In order: rows -> clean and split (a prompt is in one split only) -> base model with its tokenizer -> limits in
-tokens -> parquet, `validation.json` (every dropped row and why), `preview.md` (what the model sees).
+In order: rows -> clean and split (a prompt is in one split only) -> base model with its tokenizer -> limits in tokens
+-> parquet, `validation.json` (every dropped row and why), `preview.md` (the text that the model sees).
 """
 
 import json
@@ -63,7 +63,7 @@ MOST_REASONS = 8  # of dropped rows in the log; all are in validation.json
 def run(
     config: PrepareDataConfig, *, suites: dict[str, PromptsRef] | None = None, context: StageContext
 ) -> PreparedDataRef:
-    """Write the tables and the base model; return one handle whose parts are handles of their own.
+    """Write the tables and the base model; return one handle with a separate handle for each part.
 
     With `suite_ngram`, training rows that have prompts of `suites` are left out.
     """
@@ -91,7 +91,7 @@ def run(
     )
     del origins  # as large as the tables that are written below
     for table, line in _without_rows(tables, report, config.data).items():
-        if table in HELD_OUT:  # training would go on without the evaluation that the source is for
+        if table in HELD_OUT:  # training would continue without the evaluation that the source is for
             raise DataError("prepare_data.data.sources", table, line, "mend the rows, or remove the source")
     steps.begin(3, "writing tables")
     children = _write(tables, report, context.out)
@@ -112,7 +112,7 @@ def run(
 def _rows(
     data: DataConfig, steps: RowProgress, *, seed: int, folder: Path
 ) -> tuple[Tables, dict[str, float], dict[str, Origin], DropReport]:
-    """Return the tables, facts about them, where each row (by id) came from, and the report of drops so far.
+    """Read the tables, facts about them, the origin of each row (by id), and the report of dropped rows so far.
 
     Rows of files are in temporary files in `folder`, and `steps` shows the loops over them.
     """
@@ -144,7 +144,7 @@ def _base_model(config: PrepareDataConfig, tables: Tables, folder: Path, *, seed
 
 
 def _template(name: str) -> str | None:
-    """Return the template that `name` stands for; None for the model's own."""
+    """The chat template called `name`; None for the model's own."""
     if name == MODEL_TEMPLATE:
         return None
     if name == CHATML_TEMPLATE:
@@ -162,7 +162,7 @@ def _template(name: str) -> str | None:
     return path.read_text(encoding="utf-8")
 
 
-# ---------------------------------------------------------------- what is written and shown
+# ---------------------------------------------------------------- files and previews
 
 
 def write_overlaps(overlaps: Overlaps, context: StageContext) -> dict[str, float]:
@@ -206,7 +206,7 @@ def _write(tables: Tables, report: DropReport, out: Path) -> dict[str, tuple[str
 
 
 def _metrics(tables: Tables, report: DropReport, chat: ChatTemplate) -> dict[str, float]:
-    """Return rows per table, drops per reason, and mean tokens of prompts and demonstrations."""
+    """Rows per table, drops per reason, and mean tokens of prompts and demonstrations."""
     metrics: dict[str, float] = {f"rows/{name}": len(rows) for name, rows in tables.named().items()}
     metrics["dropped/all"] = len(report.drops)
     metrics |= {f"dropped/{reason.replace(' ', '_')}": count for reason, count in report.counts().items()}
@@ -242,7 +242,7 @@ def _summarize(tables: Tables, report: DropReport, config: PrepareDataConfig, la
 
 
 def _without_rows(tables: Tables, report: DropReport, data: DataConfig) -> dict[str, str]:
-    """Return a line for each table of which sources have a share and no row is left."""
+    """A line for each table, naming the sources that have a share and no remaining rows."""
     if not isinstance(data, Files):
         return {}
     rows = tables.named()
@@ -263,7 +263,10 @@ def _without_rows(tables: Tables, report: DropReport, data: DataConfig) -> dict[
 
 
 def _feedback_serves(table: str, rows: Mapping[str, Sequence[object]]) -> bool:
-    """Return whether there is feedback where pairs are missing; held out, it serves only beside feedback to train on."""
+    """Whether feedback can replace missing pairs in `table`.
+
+    Held-out feedback is of use only together with feedback to train on.
+    """
     feedback = rows[table.replace("preferences", "feedback")]
     return bool(feedback and rows["feedback"])
 

@@ -59,9 +59,10 @@ def run(
 def step_samples(
     chat: ChatTemplate, splitter: StepSplitter, rows: Sequence[SteppedAnswer], config: ProcessRewardModelConfig
 ) -> list[tuple[Turns, StepSample]]:
-    """Return the prompts and the rendered answers with a label at each step's last token, up to the last one that `max_length` leaves.
+    """Render the answers with a label at each step's last token, up to the last step that `max_length` leaves.
 
-    Left out are answers whose steps are not found again, since a step holds the separator, and those cut to no step.
+    Each comes with its prompt. Answers are left out if their steps cannot be found again, since a step contains the
+    separator, or if no step is left after the cut.
     """
     samples = []
     for row in rows:
@@ -130,10 +131,10 @@ def write_report(
 
 
 def unlabeled(sample: StepSample) -> TokenSample:
-    """Return the sample as the trainer scores it."""
+    """The sample in the form that the trainer scores."""
     return TokenSample(sample.token_ids, sample.loss_mask)
 
 
 def judgements(sample: StepSample) -> tuple[float, ...]:
-    """Return the labels of the steps, in order."""
+    """Labels of the steps, in order."""
     return tuple(label for label, one in zip(sample.labels, sample.loss_mask, strict=True) if one)

@@ -26,7 +26,7 @@ class ProposeComparisonsConfig(Config):
     repeat_fraction: float = Field(0.1, ge=0, le=1)
     """Share of the pairs that are shown a second time with the sides swapped, to measure self-consistency."""
     attention_fraction: float = Field(0.05, ge=0, le=1)
-    """Number of attention checks as a share of the pairs: an answer beside the answer to another prompt."""
+    """Number of attention checks as a share of the pairs: an answer next to the answer to another prompt."""
 
 
 @stage(

@@ -26,7 +26,7 @@ TABLE_ROWS = 16  # in the tracker
 
 
 def run(config: ProposeComparisonsConfig, *, rollouts: dict[str, RolloutsRef], context: StageContext) -> ComparisonsRef:
-    """Return the comparisons for annotators; `rollouts` holds the scored answers of each policy."""
+    """Choose the comparisons for annotators; `rollouts` holds the scored answers of each policy."""
     rows = {name: whole_answers(config, read_rollouts(context.path(ref))) for name, ref in rollouts.items()}
     if config.strategy == "disagreement":
         require_components(rows)
@@ -46,14 +46,14 @@ def run(config: ProposeComparisonsConfig, *, rollouts: dict[str, RolloutsRef], c
 
 
 def whole_answers(config: ProposeComparisonsConfig, rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """Return the rollouts whose answers may be shown."""
+    """The rollouts whose answers may be shown."""
     return [row for row in rollouts if not (config.drop_truncated and row.completion.finish_reason == "length")]
 
 
 def proposal_metrics(
     by_prompt: Mapping[str, Sequence[Candidate]], pairs: Sequence[Candidate], asked: Sequence[Comparison]
 ) -> Metrics:
-    """Return the numbers of possible and proposed pairs, and how these differ from all."""
+    """Numbers of possible and of proposed pairs, and how the proposed pairs differ from all."""
     everything = [pair for found in by_prompt.values() for pair in found]
     return {
         "prompts": float(len(by_prompt)),

@@ -97,7 +97,7 @@ def run(
 
 
 def name_of(config: PublishConfig, policy: PolicyRef, report: Mapping[str, Any]) -> str:
-    """Return the policy's name in the report; ConfigError when the report is not about this policy."""
+    """Name of the policy in the report. Raises ConfigError if the report is not about this policy."""
     names = [name for name in report["order"] if report["policies"][name]["digest"] == policy.digest]
     if config.policy:
         if config.policy not in report["order"]:
@@ -119,7 +119,7 @@ def name_of(config: PublishConfig, policy: PolicyRef, report: Mapping[str, Any])
 
 
 def check(threshold: Threshold, index: int, name: str, report: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one threshold with the value that it met, the bound, and whether it holds."""
+    """Evaluate one threshold: the measured value, the bound, and whether the threshold holds."""
     key = f"publish.gate[{index}].metric"
     value = metric(report, name, threshold.metric, key)
     bound = threshold.value
@@ -140,7 +140,7 @@ def check(threshold: Threshold, index: int, name: str, report: Mapping[str, Any]
 def few_prompts(
     config: PublishConfig, name: str, checks: Sequence[Mapping[str, Any]], report: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """Return the failed condition that each number is of at least `least_prompts` prompts; [] if it holds."""
+    """The failed condition that each number rests on at least `least_prompts` prompts; [] if it holds."""
     rows = report["policies"]
     found = [
         value["prompts"]
@@ -158,7 +158,7 @@ def few_prompts(
 
 
 def challenge(config: ChallengeConfig, name: str, champion: PolicyRef, report: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the comparison with the champion as a condition: the interval of the difference is above the margin."""
+    """The comparison with the champion as a condition: the interval of the difference is above the margin."""
     measure, key = f"{config.metric}_over_{CHAMPION}", "publish.challenge.metric"
     rows = report["policies"]
     if CHAMPION not in rows or rows[CHAMPION]["digest"] != champion.digest:
@@ -199,12 +199,12 @@ def _short(digest: str) -> str:
 
 
 def won(checks: Sequence[Mapping[str, Any]]) -> str:
-    """Return in a line why a policy becomes champion."""
+    """One line on why a policy becomes champion."""
     return conditions(checks) or "no conditions were set"
 
 
 def conditions(checks: Sequence[Mapping[str, Any]]) -> str:
-    """Return conditions with the values that were found.
+    """Format conditions together with the measured values.
 
     >>> conditions([{"metric": "gold/low", "value": 0.25, "op": ">", "threshold": 0.5}])
     'gold/low 0.25 > 0.5'
@@ -222,12 +222,9 @@ def _figure(value: float | None, form: str) -> str:
 
 
 def along(row: Any, path: str) -> tuple[list[Any], str]:
-    """Return the values from a row to the one at `path`, and what is left of a path that leads nowhere.
+    """Walk from a row along `path`: the values on the way, and the rest of the path that cannot be followed.
 
-    Names in it may contain / and dots.
-
-    >>> along({"sources": {"a/b": {"gold": 2.0}}}, "sources/a/b/kl")
-    ([{'sources': {'a/b': {'gold': 2.0}}}, {'a/b': {'gold': 2.0}}, {'gold': 2.0}], 'kl')
+    Names in `path` may contain / and dots.
     """
     for name in sorted(row, key=len, reverse=True) if path and isinstance(row, Mapping) else ():
         if re.match(rf"{re.escape(name)}([/.]|$)", path):
@@ -237,9 +234,9 @@ def along(row: Any, path: str) -> tuple[list[Any], str]:
 
 
 def metric(report: Mapping[str, Any], policy: str, path: str, key: str) -> float | None:
-    """Return the number at `path` in the policy's row; None for the end of an interval that the prompts do not give.
+    """The number at `path` in the policy's row; None for an interval bound that has too few prompts.
 
-    Raises ConfigError that names what there is.
+    Raises ConfigError that lists the available names.
     """
     if policy not in report["policies"]:
         known = ", ".join(report["policies"])
@@ -266,7 +263,7 @@ def record(checks: Sequence[Mapping[str, Any]], context: StageContext) -> None:
 
 
 def version_tags(name: str, report: Mapping[str, Any], key: str, passed: bool) -> dict[str, str]:
-    """Return the tags of the registered version: its origin, its results, and the place of the report."""
+    """Tags of the registered version: its origin, its results, and the place of the report."""
     row = report["policies"][name]
     tags = {"stage": name, "gate": "passed" if passed else "failed", "publish.key": key}
     for measure in ("gold", "reward_model", "win_rate", "kl"):
@@ -281,7 +278,7 @@ def version_tags(name: str, report: Mapping[str, Any], key: str, passed: bool) -
 def model_card(
     config: PublishConfig, gate: Mapping[str, Any], policy: PolicyRef, report: ReportRef, content: Mapping[str, Any]
 ) -> str:
-    """Return the card in Markdown: description, intended use, results and lineage."""
+    """The model card in Markdown: description, intended use, results and lineage."""
     name, row = gate["policy"], content["policies"][gate["policy"]]
     verdict = "passed" if gate["passed"] else "not passed"
     registry, digest = gate["registry"], policy.digest
@@ -304,7 +301,7 @@ def model_card(
 def copy_for_hub(policy: Path, folder: Path) -> None:
     """Copy the policy's files to a folder that can be written to; the store's own files and folders are read-only.
 
-    Policies that its training exported on the way are other models, and left out.
+    Policies that its training exported along the way are separate models, and left out.
     """
     ours = shutil.ignore_patterns(MANIFEST, EXPORTS)
     shutil.copytree(policy, folder, copy_function=shutil.copyfile, ignore=ours)
@@ -313,7 +310,7 @@ def copy_for_hub(policy: Path, folder: Path) -> None:
 
 
 def write_hub_card(card: str, license: str, folder: Path) -> None:
-    """Write the card with the header of the Hugging Face Hub: the folder can be uploaded as it is."""
+    """Write the card with the header of the Hugging Face Hub, so that the folder is ready for upload."""
     is_id = re.fullmatch(r"[a-z0-9][a-z0-9.-]*", license.lower()) is not None
     header = {
         "library_name": "transformers",
@@ -364,7 +361,7 @@ def _decisions(notes: Sequence[GateNote]) -> str:
 
 
 def _cell(text: str) -> str:
-    """Return a text in one line of a table.
+    """Format a text as one line of a table.
 
     >>> print(_cell("a | b\\nc"))
     a \\| b c

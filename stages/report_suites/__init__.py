@@ -12,7 +12,7 @@ from stages.declaration import From, stage
 
 
 class ReportSuitesConfig(Config):
-    """The comparison of the policies over all suites. The intervals cover 95 %, as those of the suites."""
+    """The comparison of the policies over all suites. The intervals cover 95 %, as in the reports of the suites."""
 
     reference: str = "sft"
     """Policy that all others are compared with, prompt by prompt."""

@@ -12,7 +12,7 @@ from stages.report_suites import ReportSuitesConfig
 
 
 def run(config: ReportSuitesConfig, *, results: dict[str, ReportRef], context: StageContext) -> ReportRef:
-    """Return the report (report.json, report.html); `results` are those of each `<suite>/<policy>`."""
+    """Write the report (report.json, report.html); `results` maps `<suite>/<policy>` to its report."""
     suites = read(results, context)
     report = overview(suites, reference=config.reference, opponents=config.opponents) | {"key": context.key}
     regressions = worst(suites, reference=config.reference, count=config.regressions_shown)
@@ -32,7 +32,7 @@ def run(config: ReportSuitesConfig, *, results: dict[str, ReportRef], context: S
 
 
 def read(results: Mapping[str, ReportRef], context: StageContext) -> Suites:
-    """Return suite -> policy -> its report and its rows."""
+    """Read the results: suite -> policy -> its report and its rows."""
     suites: dict[str, dict[str, tuple[dict[str, Any], Any]]] = {}
     for name, ref in results.items():
         suite, _, policy = name.partition("/")

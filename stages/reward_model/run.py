@@ -39,7 +39,7 @@ PROBES = 32  # answers whose scores are checked when the model is loaded
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """Rewards of answers as they are, and for each probe the prompt of each answer and how much the edit changes its reward."""
+    """Rewards of unedited answers, and for each probe the prompt of each answer and the edit's change of its reward."""
 
     rewards: list[float]
     changes: dict[str, list[tuple[Turns, float]]]
@@ -87,12 +87,12 @@ def run(
 
 
 def member_seed(config: RewardModelConfig, seed: int) -> int:
-    """Return the seed of the member of an ensemble, or `seed` itself."""
+    """Seed of the member of an ensemble, or `seed` itself."""
     return derive_seed(seed, "member", config.member.number) if config.member else seed
 
 
 def without_fold(rows: list[Preference], config: RewardModelConfig) -> list[Preference]:
-    """Return the pairs of all prompts but those of the member's fold; a prompt is in one fold, by its content."""
+    """The pairs without the prompts of the member's fold; a prompt is in one fold, by its content."""
     member = config.member
     if member is None or member.by == "seeds":
         return rows
@@ -100,7 +100,7 @@ def without_fold(rows: list[Preference], config: RewardModelConfig) -> list[Pref
 
 
 def no_pairs(context: StageContext, preferences: PreferencesRef, *, dropped: int) -> DataError:
-    """Return the error for preferences without a pair to train on; it lists their content."""
+    """The error for preferences without a pair to train on; it lists their content."""
     feedback = len(read_feedback(context.path(preferences), "train"))
     if feedback:
         rule = f"a reward model compares two answers, but the data has {feedback} single labeled answers"
@@ -112,7 +112,7 @@ def no_pairs(context: StageContext, preferences: PreferencesRef, *, dropped: int
 
 
 def reward_pairs(chat: ChatTemplate, rows: Sequence[Preference], config: RewardModelConfig) -> list[RenderedPair]:
-    """Return the rendered pairs; those that are cut to the same tokens, or to no answer, are left out."""
+    """Render the pairs; pairs that are cut to the same tokens, or to an empty answer, are left out."""
     pairs = []
     for row in rows:
         chosen = chat.continuation(row.prompt, row.chosen, max_length=config.max_length)
@@ -185,7 +185,7 @@ def write_suites(
 
 
 def headline(report: dict[str, Any]) -> Metrics:
-    """Return the figures of a report that are metrics of the stage."""
+    """The figures of a report that are metrics of the stage."""
     names = ("accuracy", "accuracy_low", "accuracy_high", "prompts", "ece", "length_correlation")
     metrics: Metrics = {f"held_out/{name}": report[name] for name in names}
     if calibration := report["calibration"]:
@@ -205,9 +205,9 @@ def headline(report: dict[str, Any]) -> Metrics:
 
 
 def probed(trainer: Trainer, rows: Sequence[Preference], chat: ChatTemplate, config: RewardModelConfig) -> Probed:
-    """Return the rewards of chosen answers as they are, and how much each edit of `EDITS` changes them.
+    """Rewards of unedited chosen answers, and the change of reward by each edit of `EDITS`.
 
-    Edited answers that would be cut at `max_length`, or that an edit leaves as they were, are left out.
+    Edits that would be cut at `max_length`, or that leave the answer unchanged, are left out.
     """
     asked: list[Column[int]] = []
     places: list[tuple[int, str]] = []

@@ -1,4 +1,4 @@
-"""Scoring: rewards for generations that are already there. A change of the reward scores again, it does not sample again."""
+"""Scoring: rewards for existing generations. A change of the reward scores them again without sampling again."""
 
 import json
 import math
@@ -59,7 +59,7 @@ def score_shards(
     folder: Path,
     context: StageContext,
 ) -> None:
-    """Write the shards that an earlier attempt did not finish; no reward is opened if there are none."""
+    """Write the shards that an earlier attempt did not finish; rewards are opened only if a shard is missing."""
     pieces = whole_groups(rows, at_least=SHARD_ROWS)
     done = len(shards(folder))
     if done == len(pieces):
@@ -67,12 +67,12 @@ def score_shards(
     with open_scorer(config.rewards, reward_models, context) as score:
         restore(score, folder, done)
         for index in range(done, len(pieces)):
-            score.at_step(0)  # nothing is optimized here: weights are those of the start
+            score.at_step(0)  # nothing is optimized here: the weights keep their initial values
             rollouts = score(pieces[index])
-            keep(score, folder, index)  # before its shard: a shard that is there has its state
+            keep(score, folder, index)  # before its shard, so that every finished shard has its state
             metrics = reward_metrics(rollouts) | score.logs()
             context.failed(index + 1, score.failed())
-            context.metrics(index + 1, metrics)  # before it as well: a shard that is there is not made again
+            context.metrics(index + 1, metrics)  # before the shard as well: a finished shard is not scored again
             write_rollouts(folder, index, rollouts)
             mean = metrics.get("reward/mean", math.nan)
             context.progress(index + 1, len(pieces), f"reward {mean:.3f}")
@@ -97,17 +97,17 @@ def keep(score: Scorer, folder: Path, shard: int) -> None:
 
 
 def restore(score: Scorer, folder: Path, done: int) -> None:
-    """Let the scorer go on as if it had scored the `done` shards that are there."""
+    """Restore the scorer to its state after the first `done` shards."""
     if done:
         score.restore(json.loads(_state_path(folder, done - 1).read_text(encoding="utf-8")))
 
 
 def reward_metrics(rollouts: Sequence[Rollout]) -> Metrics:
-    """Return the distribution of the reward, the mean of each component, and the possible gain by selection.
+    """Distribution of the reward, mean of each component, and possible gain by selection.
 
-    `reward/best` is the mean over prompts of the best reward; `reward/undecided` the share of prompts whose answers all
-    earn the same: neither pairs nor group advantages come of them. Invalid rollouts are counted in `reward/invalid` and
-    nowhere else; there is nothing but that figure if there are no others.
+    `reward/best` is the mean over prompts of the best reward. `reward/undecided` is the share of prompts whose answers
+    all earn the same, so that they yield neither pairs nor group advantages. Invalid rollouts are counted in
+    `reward/invalid` and nowhere else; if all are invalid, this is the only metric.
     """
     if all(rollout.invalid for rollout in rollouts):
         return {"reward/invalid": 1.0}

@@ -52,8 +52,8 @@ class Pairs(Selection):
     across: Literal["", "policies"] = added_option("")
     """`policies` pairs answers of different policies; `rollouts` of a recipe then names several steps."""
     chosen: str = added_option("")
-    """Name in `rollouts` whose answers are chosen, whatever their reward (delta learning, arXiv 2507.06187). `rule` chooses among
-    the answers of each side."""
+    """Name in `rollouts` whose answers are chosen, regardless of their reward (delta learning, arXiv 2507.06187).
+    `rule` chooses among the answers of each side."""
     rejected: str = added_option("")
     """Name in `rollouts` whose answers are rejected."""
 
@@ -97,7 +97,7 @@ class PromptsInBand(Config):
 
 SelectConfig: TypeAlias = Annotated[BestOfN | TopK | Threshold | Pairs, Field(discriminator="type")]
 AnySelectConfig: TypeAlias = Annotated[BestOfN | TopK | Threshold | Pairs | PromptsInBand, Field(discriminator="type")]
-"""The selections of the stage; a section that trains on what is selected takes those of answers."""
+"""The selections of the stage; a section that trains on the selection takes the selections of answers."""
 
 
 def check_one_policy(select: BestOfN | TopK | Threshold | Pairs) -> None:

@@ -47,7 +47,7 @@ def run(
 ) -> DemonstrationsRef | PreferencesRef | PromptsRef:
     """Demonstrations, or preferences for `pairs`, split by prompt into train and eval; or `prompts`.
 
-    The answers to a prompt are those of `rollouts`, or of all in `pool`.
+    The answers to a prompt come from `rollouts`, or from all rollouts in `pool`.
     """
     given = pool or {} if rollouts is None else {"rollouts": rollouts}
     found = {name: read_rollouts(context.path(ref)) for name, ref in given.items()}
@@ -84,7 +84,7 @@ def run(
 
 
 def by_prompt(rollouts: Sequence[Rollout], *, drop_truncated: bool) -> list[Group]:
-    """Return the rollouts of each prompt, prompts in order of first appearance; none of a group may be left."""
+    """Group the rollouts by prompt, in order of first appearance. A prompt may end up with no rollouts."""
     groups: dict[str, Group] = {}
     for rollout in rollouts:
         group = groups.setdefault(rollout.prompt.id, [])
@@ -97,7 +97,10 @@ def by_prompt(rollouts: Sequence[Rollout], *, drop_truncated: bool) -> list[Grou
 
 
 def best(group: Group, config: BestOfN | TopK | Threshold) -> Group:
-    """Return the answers of a prompt to imitate, best first; of equal texts the first one, of equal rewards too."""
+    """The answers of a prompt to imitate, best first.
+
+    Ties, and copies of a text, are resolved in favor of the first one.
+    """
     ranked = sorted(_different(group), key=lambda rollout: -rollout.reward)
     match config:
         case BestOfN():
@@ -109,7 +112,7 @@ def best(group: Group, config: BestOfN | TopK | Threshold) -> Group:
 
 
 def demonstrations(rollouts: Sequence[Rollout]) -> list[Demonstration]:
-    """Return each answer with its prompt as a conversation; ids are the prompt's with a running number."""
+    """Join each answer with its prompt as a conversation; its id is the prompt's id with a running number."""
     numbers: Counter[str] = Counter()
     rows = []
     for rollout in rollouts:
@@ -124,9 +127,9 @@ def demonstrations(rollouts: Sequence[Rollout]) -> list[Demonstration]:
 
 
 def select_prompts(config: PromptsInBand, groups: Sequence[Group], context: StageContext) -> PromptsRef:
-    """Return the prompts in the band; `difficulty.json` has every prompt's mean, and by source counts and a histogram.
+    """Select the prompts in the band; `difficulty.json` has every prompt's mean, and by source counts and a histogram.
 
-    DataError if none is left, and for a term that no answer has.
+    Raises DataError if none is left, and for a term that no answer has.
     """
     means = {group[0].prompt: mean_of(group, config.term) for group in groups}
     if all(mean is None for mean in means.values()):
@@ -161,7 +164,7 @@ def select_prompts(config: PromptsInBand, groups: Sequence[Group], context: Stag
 
 
 def histograms(means: Mapping[Prompt, float | None]) -> tuple[list[float], dict[str, list[int]]]:
-    """Return the edges of equal bins over all means, at least from 0 to 1, and the number of prompts in each by source.
+    """Edges of equal bins over all means, at least from 0 to 1, and the number of prompts in each by source.
 
     >>> prompts = [Prompt(name, (), "", "sums") for name in "abc"]
     >>> edges, counts = histograms(dict(zip(prompts, [0.0, 0.55, 1.0])))
@@ -178,14 +181,14 @@ def histograms(means: Mapping[Prompt, float | None]) -> tuple[list[float], dict[
 
 
 def mean_of(group: Group, term: str) -> float | None:
-    """Return the mean of a term over the valid answers to a prompt, of the reward for ""; None if it applies to none."""
+    """Mean of a term over the valid answers to a prompt, of the reward for ""; None if it applies to none."""
     values = [one.reward if not term else one.reward_components.get(term) for one in group if not one.invalid]
     present = [value for value in values if value is not None]
     return fmean(present) if present else None
 
 
 def capped(prompts: Sequence[Prompt], most: int, *, seed: int) -> list[Prompt]:
-    """Return at most `most` prompts of each source, chosen at random, in their order."""
+    """At most `most` prompts of each source, chosen at random, in their order."""
     chosen = sorted(prompts, key=lambda one: derive_seed(seed, "select", one.id))
     taken: defaultdict[str, list[str]] = defaultdict(list)
     for prompt in chosen:
@@ -200,7 +203,7 @@ def counts_of(
     failed: Collection[Prompt],
     config: PromptsInBand,
 ) -> dict[str, int]:
-    """Return the numbers of prompts of a source that are kept, and that are not, by reason."""
+    """Count the prompts of a source that are kept, and that are not, by reason."""
     own = {prompt: mean for prompt, mean in means.items() if prompt.source == source}
     counts = {
         "kept": sum(prompt.source == source for prompt in kept),
@@ -261,14 +264,14 @@ def make_pairs(
 
 
 def preference(pair: Pair) -> Preference:
-    """Return the row of a pair."""
+    """The row of a pair."""
     prompt = pair.chosen.prompt
     chosen, rejected = answer_message(pair.chosen), answer_message(pair.rejected)
     return Preference(prompt.id, prompt.messages, (chosen,), (rejected,), pair.margin, prompt.source)
 
 
 def pair_metrics(pairs: Sequence[Pair]) -> Metrics:
-    """Return the mean rewards, margin and lengths (tokens) of both sides: DPO learns a length gap first."""
+    """Mean rewards, margin and lengths (tokens) of both sides: DPO learns a length gap first."""
     chosen, rejected = [pair.chosen for pair in pairs], [pair.rejected for pair in pairs]
     return {
         "reward/chosen": _mean_reward(chosen),
@@ -298,7 +301,7 @@ def _pair(answers: Group, config: Pairs, generator: random.Random) -> Pair:
 
 
 def _pair_across(group: Group, config: Pairs, generator: random.Random, owners: Mapping[int, str]) -> Pair | None:
-    """A pair of answers of two owners, those of `chosen` and `rejected` if they are given; None if there is none.
+    """Pair two answers of different owners: the owners `chosen` and `rejected` where given. None if impossible.
 
     The better answer is the chosen one, unless `chosen` names its owner.
     """

@@ -70,15 +70,18 @@ def open_exports(steps: tuple[int, ...], loop: LoopConfig, samples: int, context
 
 
 def dropped_answers(conversations: Sequence[Sequence[Message]], samples: Sequence[TokenSample]) -> int:
-    """Return how many answers of the conversations have no trained token in their samples: those beyond `max_length`."""
+    """Count the answers without a trained token in their samples: they lie beyond `max_length`."""
     answers = sum(message.role == "assistant" for messages in conversations for message in messages)
-    # An answer is a run of trained tokens: what opens the next one always lies between two.
+    # An answer is a run of trained tokens: the header of the next answer always lies between two runs.
     runs = sum(now > before for one in samples for before, now in pairwise((0, *one.loss_mask)))
     return answers - runs
 
 
 def samples_of(messages: Sequence[Message], chat: ChatTemplate, config: SFTConfig) -> list[TokenSample]:
-    """Return the samples of a demonstration: one, one for each answer where the template rewrites earlier turns, or windows."""
+    """Samples of a demonstration.
+
+    Usually one; one for each answer where the template rewrites earlier turns; several for windows of a long text.
+    """
     if config.train_on == "assistant":
         return chat.examples(messages, max_length=config.max_length)
     whole = chat.transcript(messages, max_length=UNLIMITED if config.window_overlap else config.max_length)
@@ -86,7 +89,7 @@ def samples_of(messages: Sequence[Message], chat: ChatTemplate, config: SFTConfi
 
 
 def windows(whole: TokenSample, *, length: int, overlap: int) -> list[TokenSample]:
-    """Return a sample in parts of at most `length` tokens. All but the first begin with `overlap` tokens of the part before.
+    """Split a sample into parts of at most `length` tokens, each starting with `overlap` tokens of the part before.
 
     These are context without a loss, so that each token has it once.
 

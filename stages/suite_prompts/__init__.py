@@ -35,7 +35,7 @@ class SuitePromptsConfig(Config):
 
 
 def content_digests(config: SuitePromptsConfig) -> dict[str, str]:
-    """Return the sha256 of the file, for the stage's key. Raises ConfigError for a missing file."""
+    """SHA-256 of the file, for the stage's key. Raises ConfigError for a missing file."""
     path = Path(config.path).expanduser()
     if not path.is_file():
         raise ConfigError("evaluate.suites.prompts.path", config.path, "is not a file", "give a local file")

@@ -21,7 +21,7 @@ KEY = "evaluate.suites.prompts"
 
 
 def run(config: SuitePromptsConfig, *, context: StageContext) -> PromptsRef:
-    """Return the prompts with their labels, and their slices as sources."""
+    """Read the prompts with their labels; their slices become the sources."""
     check_file(config, context)
     prompts = read_prompts(config)
     check_file(config, context)
@@ -31,7 +31,7 @@ def run(config: SuitePromptsConfig, *, context: StageContext) -> PromptsRef:
 
 
 def read_prompts(config: SuitePromptsConfig) -> list[Prompt]:
-    """Return the prompts of the file. Raises DataError, with the line, for a row that is malformed or repeated."""
+    """Read the prompts of the file. Raises DataError, with the line, for a row that is malformed or repeated."""
     source = Source.model_validate(
         {"name": "suite", "path": config.path, "file_type": config.file_type, "use": {"eval_prompts": 1.0}}
     )
@@ -70,7 +70,7 @@ def _prompt(row: Mapping[str, Any], config: SuitePromptsConfig) -> Prompt:
 
 
 def check_label(label: str, kinds: Collection[str]) -> None:
-    """Raise DataError for a label that a suite of one of these kinds cannot read."""
+    """Raise DataError for a label that a suite of these kinds cannot read."""
     if "refusal" in kinds:
         is_safe(label)
     if "instructions" in kinds:
@@ -84,7 +84,7 @@ def _text(label: Any) -> str:
 
 
 def check_file(config: SuitePromptsConfig, context: StageContext) -> None:
-    """Raise ConfigError unless the file is the one whose digest is in the key."""
+    """Raise ConfigError unless the file matches the digest in the key."""
     if context.files and content_digests(config) != context.files:
         rule, remedy = "has changed since the run was planned", "run again: the new content gets its own key"
         raise ConfigError(f"{KEY}.path", config.path, rule, remedy)

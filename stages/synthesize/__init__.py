@@ -14,7 +14,7 @@ from stages.declaration import From, stage
 
 
 class SynthesizeConfig(Config):
-    """What a policy, or a model at a server, is asked about each prompt, and what of its replies is kept."""
+    """The request to a policy, or to a model at a server, for each prompt, and the rules for keeping its replies."""
 
     make: Literal["demonstrations", "prompts", "pairs", "generations"] = "demonstrations"
     """Use of the replies: `demonstrations` answer the prompt, `prompts` are new ones, `pairs` prefer the last reply of a
@@ -22,7 +22,8 @@ class SynthesizeConfig(Config):
     server: ChatServer | None = None
     """Server of the model that is asked; without one the input `policy` is."""
     template: str = ""
-    """Text of the request; `{prompt}` and `{label}` are filled in, other braces stay. If empty, the prompt is asked as it is."""
+    """Text of the request; `{prompt}` and `{label}` are filled in, other braces stay. If empty, the prompt itself is
+    the request."""
     turns: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Further requests of the conversation, such as a critique and a revision; the last reply counts."""
     samples_per_prompt: int = Field(1, ge=1)
@@ -30,19 +31,19 @@ class SynthesizeConfig(Config):
     max_prompts: int = Field(0, ge=0)
     """Number of prompts to use, from the start; 0 uses all."""
     sampling: SamplingConfig = SamplingConfig(max_tokens=512)
-    """Sampling of the `policy`; a server has settings of its own."""
+    """Sampling of the `policy`; a server has separate settings."""
     pattern: str = ""
     """Regular expression whose last match in a reply is kept, or its group if it has one; other replies are left out."""
     drop_truncated: bool = True
     """Whether replies cut off by the token limit are left out: as text they would teach the model to end there."""
     min_characters: int = Field(1, ge=1)
     max_characters: int = Field(0, ge=0)
-    """Most characters of what is kept; 0 sets no limit."""
+    """Most characters of a kept text; 0 sets no limit."""
     eval_fraction: float = Field(0.05, ge=0, lt=1)
     """Share of the prompts whose demonstrations or pairs are held out."""
     shard_size: Annotated[int, Field(ge=1), OPERATIONAL] = 128
-    """Number of prompts that the policy is asked about in one call. A killed run loses at most one; of a server, what it was
-    being asked."""
+    """Number of prompts that the policy is asked about in one call. A killed run loses at most one call; with a server,
+    the requests in progress."""
 
     @property
     def uses_policy(self) -> bool:

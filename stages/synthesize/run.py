@@ -1,7 +1,7 @@
-"""Synthesis: a policy, or a model at a server, is asked about each prompt; its replies become demonstrations or prompts.
+"""Synthesis: a policy, or a model at a server, replies to each prompt; replies become demonstrations or prompts.
 
-Every reply is written down as it comes, so that a killed stage asks only for what is missing. A policy is asked in shards,
-as in `generate`, with a seed of each conversation's own; replies of a server are kept as they come.
+Every reply is written to disk as it arrives, so that a killed stage asks only for the missing ones. A policy is asked
+in shards, as in `generate`, with a separate seed for each conversation; replies of a server are kept as they arrive.
 """
 
 import json
@@ -77,7 +77,7 @@ Ask: TypeAlias = Callable[[Sequence[Sequence[Message]], Sequence[int]], list[Rep
 
 @dataclass(frozen=True)
 class Kept:
-    """What is kept of a reply to a prompt."""
+    """The kept part of a reply to a prompt."""
 
     prompt: Prompt
     text: str
@@ -123,7 +123,7 @@ class Journal:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path, self._writing = path, threading.Lock()
         self.replies: dict[Conversation, Reply] = {}
-        # Not `splitlines`: a reply may have other characters that end lines, such as U+2028, which JSON leaves as they are.
+        # Not `splitlines`: a reply may have other characters that end lines, such as U+2028, which JSON keeps.
         for line in path.read_text(encoding="utf-8").split("\n") if path.is_file() else ():
             try:
                 row = json.loads(line)
@@ -155,7 +155,7 @@ def _line(conversation: Conversation, reply: Reply) -> str:
 
 
 def conversations(config: SynthesizeConfig, rows: Sequence[Prompt]) -> list[Conversation]:
-    """Return all conversations, those about a prompt together."""
+    """All conversations; conversations about the same prompt are consecutive."""
     return [(row.id, number) for row in rows for number in range(config.samples_per_prompt)]
 
 
@@ -165,7 +165,10 @@ def conversations(config: SynthesizeConfig, rows: Sequence[Prompt]) -> list[Conv
 def ask_policy(
     config: SynthesizeConfig, policy: PolicyRef, rows: Sequence[Prompt], journal: Journal, context: StageContext
 ) -> None:
-    """Ask `policy` in shards; one of which a reply is missing is asked as a whole, and so its replies are the same."""
+    """Ask `policy` in shards.
+
+    A shard with a missing reply is asked again as a whole, so that its replies are the same.
+    """
     shards = chunks(rows, config.shard_size)
     missing = [shard for shard in shards if not journal.replies.keys() >= {*conversations(config, shard)}]
     if not missing:
@@ -226,7 +229,7 @@ def ask_server(
 def replies_of(
     config: SynthesizeConfig, rows: Sequence[Prompt], asked: Sequence[Conversation], ask: Ask, *, seed: int
 ) -> dict[Conversation, Reply]:
-    """Return the last reply of each conversation; `ask` is called once for each turn."""
+    """Last reply of each conversation; `ask` is called once for each turn."""
     prompts = {row.id: row for row in rows}
     spoken = [request(config.template, prompts[name]) for name, _ in asked]
     first: list[Reply] = []
@@ -249,7 +252,7 @@ def replies_of(
 
 
 def request(template: str, prompt: Prompt) -> tuple[Message, ...]:
-    """Return what is asked about a prompt; placeholders in its own text stay as they are."""
+    """Build the request for a prompt. Placeholders inside the prompt's own text are not replaced."""
     if not template:
         return prompt.messages
     filled = {"prompt": prompt_text(prompt.messages), "label": prompt.label}
@@ -262,10 +265,10 @@ def request(template: str, prompt: Prompt) -> tuple[Message, ...]:
 def filtered(
     config: SynthesizeConfig, rows: Sequence[Prompt], replies: Mapping[Conversation, Reply]
 ) -> tuple[list[Kept], dict[str, float]]:
-    """Return what is kept of the replies, in the order of the prompts, and the numbers of replies that are left out.
+    """Filter the replies, in the order of the prompts, and count the ones left out by reason.
 
-    `repeated` is what another reply to the prompt, or for new prompts any prompt, has already. A reply that could be left
-    out for several reasons counts for the first of them.
+    `repeated` counts texts that another reply to the prompt (for new prompts: any prompt) already has. A reply that
+    could be left out for several reasons counts for the first of them.
     """
     counts = Counter[str](truncated=0, without_match=0, too_short=0, too_long=0, repeated=0)
     prompts = {row.id: row for row in rows}
@@ -296,7 +299,7 @@ def filtered(
 
 
 def matched(pattern: str, reply: str) -> str | None:
-    """Return the last match of `pattern`, or its group, without white space around it; None if there is none.
+    """Last match of `pattern`, or its group, without white space around it; None if nothing matches.
 
     >>> matched(r"Q: (.*)", "Here you are. Q: Why? "), matched("", " all "), matched("Q", "no")
     ('Why?', 'all', None)
@@ -315,14 +318,17 @@ def write_answers(
     prompts: PromptsRef,
     context: StageContext,
 ) -> GenerationsRef:
-    """Write what is kept as answers in the tokens of `policy`, and commit them. Log-probs are not known, and written as 0."""
+    """Write the kept replies as answers in the tokens of `policy`, and commit them.
+
+    Unknown log-probs are written as 0.
+    """
     chat = ChatTemplate.load(context.path(policy))
     found = []
     for one in kept:
         prompt_ids = chat.prompt_ids(one.prompt.messages)
         answer = chat.continuation(one.prompt.messages, (Message("assistant", one.text),), max_length=UNLIMITED)
         token_ids = () if answer is None else answer.token_ids[len(prompt_ids) :]
-        trained = 0 if answer is None else sum(answer.loss_mask) - int(one.truncated)  # without what follows the end
+        trained = 0 if answer is None else sum(answer.loss_mask) - int(one.truncated)  # without tokens after the end
         logprobs = (0.0,) * trained
         reason: FinishReason = "length" if one.truncated else "stop"
         made = Completion(ids(token_ids[:trained]), floats(logprobs), one.text, reason, policy_version=0, seed=0)
@@ -335,7 +341,7 @@ def write_answers(
 
 
 def write(config: SynthesizeConfig, kept: Sequence[Kept], metrics: Metrics, context: StageContext) -> ArtifactRef:
-    """Write the rows of what is kept, and commit them."""
+    """Write the rows made of the kept replies, and commit them."""
     metrics = dict(metrics)
     if config.make == "prompts":
         made = [
