@@ -12,7 +12,7 @@ __all__ = ["StageResult", "run"]
 
 
 def __getattr__(name: str) -> Any:
-    """Return a name of `__all__`; the import of its module takes a second, which few modules of this package need."""
+    """Import a name of `__all__` on first use: its module takes a second to import, which few modules here need."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module("pipelines.cli.python"), name)

@@ -1,4 +1,4 @@
-"""Sum what users and projects have used (`rlhf usage`), and list what people did (`rlhf audit`)."""
+"""Sum the resources used by users and projects (`rlhf usage`), and list the actions of people (`rlhf audit`)."""
 
 import argparse
 import re
@@ -24,7 +24,7 @@ _NAMELESS = "-"
 
 @dataclass(frozen=True)
 class GroupUse:
-    """The results of one group, and what their computation took, all attempts that ended by themselves included."""
+    """The results of one group and the cost of computing them, including all attempts that ended by themselves."""
 
     group: tuple[str, ...]
     results: int
@@ -57,7 +57,7 @@ def usage(options: argparse.Namespace) -> None:
 
 
 def used(records: Sequence[KeyRecord], by: Sequence[str]) -> list[GroupUse]:
-    """Return the use of each group of records, the largest first."""
+    """Sum the use of each group of records, the largest first."""
     groups: dict[tuple[str, ...], list[KeyRecord]] = {}
     for record in records:
         fields = record.model_dump(include=set(FIELDS)) | {"day": record.started[:10]}
@@ -98,7 +98,7 @@ def show_audit(options: argparse.Namespace) -> None:
 
 
 def moment(text: str) -> str:
-    """Return the time that `30d`, `12h`, `2w` ago or a date means, in ISO 8601 in UTC.
+    """Convert `30d`, `12h`, `2w` (ago) or a date to a time in ISO 8601 in UTC.
 
     >>> moment("2030-01-02")
     '2030-01-02T00:00:00+00:00'

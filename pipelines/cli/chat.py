@@ -89,17 +89,17 @@ def _sampling(options: argparse.Namespace) -> SamplingConfig:
 
 @contextmanager
 def served_answer(url: str, model: str, token_env: str, sampling: SamplingConfig) -> Iterator[Answer]:
-    """Yield a client of an OpenAI-compatible server; without `model`, of its first one.
+    """Yield a client of an OpenAI-compatible server; if `model` is empty, it asks the first model of the server.
 
-    The token is in the environment variable `token_env`; without one, the server of `rlhf serve` alone gets that of
-    its file. Raises ServiceError.
+    The token is in the environment variable `token_env`. If that is not given, the token in the state folder's file is
+    used, and only for the server of `rlhf serve`. Raises ServiceError.
     """
     try:
         http_address(url)
     except ValueError as error:
         raise ConfigError(f"policy = {error}") from None
     base = url.rstrip("/") if url.rstrip("/").endswith("/v1") else f"{url.rstrip('/')}/v1"
-    # The token of our own server is for that process alone: any other address may be anybody's, also on this machine.
+    # The token of our own server is sent to that process alone: another address, even on this machine, may be anybody's.
     note = None if token_env else serving(Home.here())
     known = token_env or (note is not None and note.url == base)
     headers = {"Authorization": f"Bearer {token_of(Home.here(), token_env)}"} if known else {}

@@ -27,7 +27,7 @@ console = PipedConsole() if sys.stdout.isatty() else PipedConsole(width=PIPE_WID
 
 
 def store_folder(options: argparse.Namespace) -> Path:
-    """Return the store's folder: from the options, from the profile, or in the state folder."""
+    """Find the store's folder: from the options, from the profile, or in the state folder."""
     if options.store:
         return store_root(options.store)
     if not options.profile:
@@ -39,7 +39,7 @@ def store_folder(options: argparse.Namespace) -> Path:
 
 
 def print_line(text: str, style: str = "", *, to: Console = console) -> None:
-    """Print one line as it is, however long, but for signs that would control the terminal."""
+    """Print one line without wrapping it; signs that would control the terminal are replaced."""
     to.print(printable(text), style=style, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -51,7 +51,7 @@ def print_wrapped(text: str, style: str = "", *, to: Console = console) -> None:
 
 
 def printable(text: str, *, also: str = "\t\n") -> str:
-    """Return a text in which signs that do not print are replaced; those in `also`, tabs and ends of lines, stay.
+    """Replace unprintable signs in a text. The ones in `also`, tabs and ends of lines are kept.
 
     >>> printable("a\\x1b[31mb")
     'a�[31mb'
@@ -62,7 +62,7 @@ def printable(text: str, *, also: str = "\t\n") -> str:
 
 
 def short(text: str, longest: int) -> str:
-    """Return a text in one line, cut at `longest` characters.
+    """Fit a text into one line of at most `longest` characters.
 
     >>> short("one two  three", 10)
     'one two...'
@@ -72,7 +72,7 @@ def short(text: str, longest: int) -> str:
 
 
 def print_json(value: Mapping[str, Any]) -> None:
-    """Print what `--json` prints, which is all that a command writes to standard output (docs/command_line.md)."""
+    """Print the result of `--json`; the command writes nothing else to standard output (docs/command_line.md)."""
     sys.stdout.write(f"{json.dumps(value, indent=1, default=str)}\n")
 
 

@@ -26,7 +26,7 @@ def _commands(parser: argparse.ArgumentParser) -> Mapping[str, argparse.Argument
 
 
 def _words(parser: argparse.ArgumentParser) -> Words:
-    """Return all words that may follow a command; those of its own commands, as `ls` of `store`, in one list."""
+    """Collect all words that may follow a command, including words of its subcommands (such as `ls` of `store`)."""
     found: dict[str, str] = {}
     for name, inner in _commands(parser).items():
         found |= {name: inner.description or "", **_words(inner)}

@@ -1,4 +1,4 @@
-"""Show what data files hold and what `prepare_data` would make of them (`rlhf data`)."""
+"""Show the content of data files and the tables that `prepare_data` would make of them (`rlhf data`)."""
 
 import argparse
 from collections.abc import Iterator, Mapping
@@ -40,13 +40,13 @@ def data(options: argparse.Namespace) -> int:
                 print_line(line)
         for line in _tables(tables):
             print_line(line)
-    alone = not tables  # a profile has a limit of its own for malformed rows
+    alone = not tables  # a profile has a separate limit for malformed rows
     unusable = any(not found.usable or (alone and _too_many(_malformed(found), found.rows_read)) for found in sources)
     return REFUSED if unusable or "problem" in tables else 0
 
 
 def _of_profile(options: argparse.Namespace) -> tuple[list[SourceReport], dict[str, Any]]:
-    """Return the sources of a profile, and its tables by name (rows, rows dropped by reason) or why there are none."""
+    """The sources of a profile, and its tables by name (rows, rows dropped by reason) or why there are none."""
     from pipelines.flows.profile import load_profile  # 0.5 s, and a file alone needs no profile
 
     config = load_profile(options.profile, options.overrides)

@@ -1,4 +1,4 @@
-"""Make a deployment of a profile (`rlhf deploy`), and run those of a work pool (`rlhf worker`)."""
+"""Make a deployment of a profile (`rlhf deploy`), and run the scheduled runs of a work pool (`rlhf worker`)."""
 
 import argparse
 import re
@@ -69,7 +69,7 @@ def deploy(options: argparse.Namespace) -> None:
 
 
 def worker(options: argparse.Namespace) -> None:
-    """Run what is scheduled in a work pool, until this process is stopped."""
+    """Run the scheduled runs of a work pool until this process is stopped."""
     if options.runs_at_once < 1:
         raise ConfigError("--runs-at-once", options.runs_at_once, "must be >= 1", "1 lets each run have all GPUs")
     home = Home.here().make()
@@ -82,14 +82,14 @@ def worker(options: argparse.Namespace) -> None:
 
 
 def check_server(home: Home, verb: str) -> None:
-    """Raise ServiceError if neither the user's own Prefect server nor that of `rlhf up` is there to be shared."""
+    """Raise ServiceError if neither the user's own Prefect server nor the server of `rlhf up` is available."""
     if not user_prefect(home) and running(home) is None:
         remedy = "set PREFECT_API_URL to that of your team, or start one with `rlhf up`"
         raise ServiceError(f"rlhf {verb}: there is no Prefect server; {remedy}")
 
 
 def _portable(table: dict[str, Any], config: PipelineConfig) -> dict[str, Any]:
-    """Return the table of a profile for Prefect's server; raise ConfigError for an address that others must not read."""
+    """The table of a profile for Prefect's server. Raises ConfigError for an address that others must not read."""
     if config.notify is not None and not config.notify.webhook.startswith("env:"):
         rule = "would be readable on Prefect's server"
         raise ConfigError("notify.webhook", "...", rule, 'give "env:NAME", a variable that the workers have')

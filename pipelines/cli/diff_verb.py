@@ -1,4 +1,4 @@
-"""Print what differs between two runs, artifacts or profiles (`rlhf diff`), and make an artifact again (`rlhf reproduce`)."""
+"""Print the differences between two runs, artifacts or profiles (`rlhf diff`), and rerun a stage (`rlhf reproduce`)."""
 
 import argparse
 from collections.abc import Sequence
@@ -64,7 +64,7 @@ def diff(options: argparse.Namespace) -> None:
 
 
 def _as_json(ours: Side, theirs: Side, samples: int) -> dict[str, Any]:
-    """Return all differences as JSON values (docs/command_line.md)."""
+    """All differences as JSON values (docs/command_line.md)."""
     found = stage_differences(ours, theirs)
     first = first_difference(found)
     return {

@@ -35,7 +35,7 @@ STYLES = {
 HEADING = ("decision", "stage", "key", "why (times in UTC)")
 LEAST_REASON = 24
 """Columns from which a long reason of a plan wraps in its column."""
-OWN_LINES = 10  # columns before a reason that has lines of its own
+OWN_LINES = 10  # columns before a reason on separate lines
 MOST_NOTES = 2  # of the hits that share a line of a plan
 
 
@@ -62,7 +62,7 @@ class StageRow:
         return time.monotonic() - self.began if self.state == "running" else self.seconds
 
     def left(self) -> float | None:
-        """Return the seconds until the stage ends, by its own pace or else as last time; None if neither is known."""
+        """Seconds until the stage ends, at its current pace or else as long as last time; None if neither is known."""
         if self.decision == "HIT" or self.state not in ("waiting", "running"):
             return 0.0
         if self.state == "running" and 0 < self.done <= self.total:
@@ -95,7 +95,7 @@ class PlainDisplay(ProgressLines):
 
 
 class LiveDisplay(Listener):
-    """A table that is updated as stages progress, for terminals. What is decided comes first and is never cut."""
+    """A table for terminals that is updated as stages progress. The decisions come first and are never cut."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -190,7 +190,7 @@ class LiveDisplay(Listener):
             return table if self._ended else Group(table, Text(hidden + self._left(), style="dim"))
 
     def _left(self) -> str:
-        """Return the time that is left, as far as it is known."""
+        """The remaining time, as far as known."""
         left = [row.left() for row in self._rows.values()]
         known = [seconds for seconds in left if seconds]
         unknown = sum(seconds is None for seconds in left)
@@ -216,7 +216,7 @@ class LiveDisplay(Listener):
         return decision, Text(label, style="bold"), shown_progress, f"{row.elapsed:.0f} s", Text(remark)
 
     def _phase(self, row: StageRow) -> str:
-        """Return the name of what a stage does that no bar shows; "" while it counts steps."""
+        """Name of the current activity of a stage that has no progress bar; "" while it counts steps."""
         if row.state != "running":
             return row.state
         if row.total:
@@ -228,17 +228,17 @@ class LiveDisplay(Listener):
 
 ENGINES = frozenset({"trainer", "sampler"})
 SAVING = "saving"
-"""What a stage does after its last step: write its files, hash them, and log them."""
+"""Phase of a stage after its last step: it writes its files, hashes them, and logs them."""
 DECISION_WIDTH, TIME_WIDTH = 8, 7
 NARROW_BAR, WIDE_BAR, WIDE = 16, 24, 100
 """Columns of a bar, which has to hold `starting engines`, and from which width of the terminal it is the wide one."""
 LEAST_REMARK = 12
 FRAME = 3
-"""Lines of the terminal beside the rows: heading, last line, and the cursor."""
+"""Lines of the terminal in addition to the rows: heading, last line, and the cursor."""
 
 
 def _window(rows: Sequence[StageRow], count: int) -> tuple[int, int]:
-    """Return the first row to show and the one after the last: those around the first that has not ended."""
+    """The first row to show and the one after the last, chosen around the first stage that has not ended."""
     if len(rows) <= count:
         return 0, len(rows)
     active = next((place for place, row in enumerate(rows) if row.state != "done"), len(rows))
@@ -247,7 +247,7 @@ def _window(rows: Sequence[StageRow], count: int) -> tuple[int, int]:
 
 
 def open_display(console: Console) -> PlainDisplay | LiveDisplay:
-    """Return the display for the console: live on a terminal, plain otherwise."""
+    """Choose the display for the console: live on a terminal, plain otherwise."""
     return LiveDisplay(console) if console.is_terminal else PlainDisplay(console)
 
 
@@ -271,10 +271,10 @@ def print_decisions(rows: Sequence[tuple[str, Decision]], console: Console) -> N
 
 
 def _placed_reason(reason: str, key: str, *, begin: int, width: int) -> str:
-    """A reason as it follows the key, which begins at a column, in lines of the terminal; no word is broken.
+    """Lay out a reason after its key, in lines that fit the terminal; no word is broken.
 
-    It stands in the column of reasons; if it does not fit there, it begins in the empty column of keys; if the column is
-    narrow, or a word does not fit, it has lines of its own.
+    The reason starts in the column of reasons. If it does not fit there, it starts in the column of keys if that is
+    empty. If the column is narrow, or a word does not fit, the reason gets separate lines.
     """
     column = begin + DIGITS + 1
     if key or len(reason) <= width - column:
@@ -299,9 +299,10 @@ def _wrapped(text: str, *, indent: int, width: int) -> str:
 def _tree(
     rows: Sequence[tuple[Sequence[str], Decision]], indent: str = "", above: tuple[str, ...] = ()
 ) -> Iterator[tuple[str, str, str, str]]:
-    """Action, name, key and reason of each line of a plan. A part of the pipeline that is all hits is one line.
+    """Action, name, key and reason of each line of a plan. If a part of the pipeline is all hits, it is one line.
 
-    `above`: the parts around these rows, the innermost first. A reason names a stage in one of them without that part.
+    `above`: the parts around these rows, the innermost first. A reason that names a stage in such a part leaves out the
+    name of the part.
     """
     for part, found in groupby(rows, lambda row: row[0][0]):
         members = list(found)

@@ -75,12 +75,12 @@ def _version(package: str) -> tuple[bool, str, str]:
 
 
 def _install(command: str, package: str) -> str:
-    """Return how to install a package: in a clone, or with an extra of the wheel."""
+    """The command that installs a package: in a clone, or with an extra of the wheel."""
     return " or ".join(filter(None, (command, remedy(package))))
 
 
 def _builds_fit() -> tuple[bool, str, str]:
-    """Return whether the packages that belong to torch are CPU builds where torch is one; others break transformers."""
+    """Whether the packages that belong to torch are CPU builds if torch is one; others break transformers."""
     versions = {one.metadata["Name"]: one.version for one in importlib.metadata.distributions()}
     cpu = versions.get("torch", "").endswith("+cpu")
     others = [name for name in OF_TORCH if name in versions and cpu and not versions[name].endswith("+cpu")]
@@ -133,10 +133,10 @@ def _torch_sees(gpus: int) -> tuple[bool, str, str]:
 
 
 def nccl_network(root: Path = Path("/")) -> tuple[bool, str, str]:
-    """The network that NCCL would take between machines, and what keeps it from a faster one that is there.
+    """Predict the network that NCCL will use between machines, and the reason why it cannot use a faster one.
 
-    The order is NCCL's: a plugin, InfiniBand or RoCE with an active port, TCP. A plugin or an interface may be named in its
-    variables. `root` is the folder of the system's files.
+    The order is NCCL's: a plugin, InfiniBand or RoCE with an active port, TCP. A plugin or an interface may be named in
+    its variables. `root` is the folder of the system's files.
     """
     asked = [
         name for name in ("NCCL_NET", "NCCL_NET_PLUGIN", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA") if os.environ.get(name)
@@ -205,7 +205,7 @@ def may_lock_all(status: Path = Path("/proc/self/status")) -> bool:
 
 
 def tcp_interfaces() -> list[str]:
-    """The interfaces over which NCCL would connect: those of InfiniBand, else all but bridges and loopback."""
+    """The network interfaces that NCCL would connect over: InfiniBand if present, else all but bridges and loopback."""
     stats = psutil.net_if_stats()
     up = [
         name

@@ -1,4 +1,4 @@
-"""Name the extra of the package that has what a command needs: the base install plans, explains and reads stores."""
+"""Name the extra of the package that a command needs: the base install plans, explains and reads stores."""
 
 import importlib
 import re
@@ -26,7 +26,7 @@ def check_needs(command: str) -> None:
 
 
 def remedy(module: str) -> str:
-    """Return the command that installs a module with an extra of this package; "" if it is in none.
+    """The command that installs a module with an extra of this package; "" if no extra has it.
 
     >>> remedy("torch"), remedy("psycopg"), remedy("a_module_of_yours")
     ("pip install 'rlhf-lifecycle[cpu]', or [gpu] beside an NVIDIA GPU", "pip install 'rlhf-lifecycle[server]'", '')

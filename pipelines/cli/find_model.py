@@ -20,7 +20,7 @@ M = TypeVar("M", PolicyRef, RewardModelRef)
 
 
 def find_policy(name: str, profile: str, store: ArtifactStore, home: Home) -> tuple[PolicyRef, str]:
-    """Return the policy that `champion`, `champion:MODEL` or a name means, and a line that names it (`find_model`)."""
+    """Find the policy for `champion`, `champion:MODEL` or another name, and a line about it (see `find_model`)."""
     digest = champion_digest(name, store, home)
     if not digest:
         return find_model(PolicyRef, name, profile, store, home)
@@ -28,7 +28,7 @@ def find_policy(name: str, profile: str, store: ArtifactStore, home: Home) -> tu
 
 
 def find_model(kind: type[M], name: str, profile: str, store: ArtifactStore, home: Home) -> tuple[M, str]:
-    """Return the policy or reward model that a label, a digest or a folder means, and a line that names it.
+    """Find the policy or reward model for a label, a digest or a folder, and a line that describes it.
 
     A label means the model of the newest run that has one, or of the newest run of `profile`. Raises ConfigError if
     that profile has made none.
@@ -53,7 +53,7 @@ def find_model(kind: type[M], name: str, profile: str, store: ArtifactStore, hom
 
 
 def _origin(name: str, runs: Sequence[RunRecord]) -> str:
-    """Return the run, profile and time of the first of the runs, and whose policies of this name differ from its own."""
+    """The run, profile and time of the newest run, and other profiles whose policy of this name differs."""
     run = runs[0]
     at = time.strftime("%Y-%m-%d %H:%M", time.gmtime(run.began))
     others = {one.profile for one in runs if one.policies[name] != run.policies[name]} - {run.profile, ""}
@@ -62,7 +62,7 @@ def _origin(name: str, runs: Sequence[RunRecord]) -> str:
 
 
 def champion_digest(policy: str, store: ArtifactStore, home: Home) -> str:
-    """Return the digest of the champion that `champion` or `champion:MODEL` means; "" for other names."""
+    """Digest of the champion for `champion` or `champion:MODEL`; "" for other names."""
     word, _, wanted = policy.partition(":")
     if word != CHAMPION:
         return ""
@@ -78,7 +78,7 @@ def champion_digest(policy: str, store: ArtifactStore, home: Home) -> str:
 
 
 def model_name(uri: str, given: str) -> str:
-    """Return the given name, or that of the only model that has a champion."""
+    """The given name, or the name of the only model that has a champion."""
     from rlhf_core.tracking.champions import model_names
 
     if given:

@@ -48,7 +48,7 @@ def judge(options: argparse.Namespace) -> None:
 
 
 def choose_queue(annotator: str, queues: list[ReviewedQueue]) -> ReviewedQueue:
-    """Return the newest queue of an annotator, unfinished ones first. Without a name there must be one unfinished queue."""
+    """The newest queue of an annotator, unfinished ones first. Without a name there must be one unfinished queue."""
     found = [one for one in queues if annotator in ("", one.user, one.name)]
     if not queues:
         raise ConfigError(NOTHING)
@@ -62,10 +62,10 @@ def choose_queue(annotator: str, queues: list[ReviewedQueue]) -> ReviewedQueue:
 
 
 def page_of(reviews: ReviewQueues, name: str, uri: str) -> Door:
-    """Return the application: the page, the queue as JSON, and answers; only the user who started it may enter."""
+    """The application: the page, the queue as JSON, and answers; only the user who started it may enter."""
 
     ids: dict[str, str] = {}
-    """What the page calls an item -> its id, which may tell where an answer comes from."""
+    """Name of an item on the page -> its id, which may tell where an answer comes from."""
     key = secrets.token_bytes(16)
 
     def opaque(item: str) -> str:

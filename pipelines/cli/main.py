@@ -1,4 +1,4 @@
-"""Parse the command line `rlhf` and run one of its commands. Hyperparameters live in profiles, not in options."""
+"""Parse the command line `rlhf` and run a command. Hyperparameters live in profiles, not in options."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ EXIT_OVER_BUDGET = 69
 EXIT_UNWRITTEN = 74
 """A disk is full, or standard output could not be written; EX_IOERR of sysexits.h."""
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
-EXIT_PIPE = 141  # 128 + SIGPIPE: what read the output has ended, as `head` does
+EXIT_PIPE = 141  # 128 + SIGPIPE: the reader of the output has ended, as `head` does
 
 DESCRIPTION = """Train language models from human feedback as cached, resumable stages.
 A profile (a TOML file) holds all settings of a pipeline; `--set KEY=VALUE`
@@ -47,7 +47,8 @@ EXAMPLES = """examples:
   rlhf plan tiny/full            which stages would run, and why
   rlhf run tiny/full             run them; finished stages are reused"""
 TEXTS = ("prompt", "note")
-"""Options whose value is a text: an empty one is what they are without it, and `~` is a sign like others."""
+"""Options whose value is a text: an empty text is the same as leaving the option out, and `~` has no special
+meaning."""
 COMMANDS = {
     "start": {
         "init": ("pipelines.cli.start_verbs:init", "Make a folder with a profile, a reward, rows and a README."),
@@ -127,19 +128,20 @@ COMMANDS = {
 }
 """Heading of `rlhf --help` -> command -> its function, and its text.
 
-The function takes the parsed options. If the command has options, a function of `pipelines.cli.options` with `_options` after
-its name adds them to a parser; of a topic, a function of the same module. Only the module of the command is imported, and for its
-`--help` only that of the options. The core names `rlhf_contrib` only here and in the next two lines.
+The function takes the parsed options. If the command has options, a function of `pipelines.cli.options` with `_options`
+after its name adds them to a parser; of a topic, a function of the same module. Only the module of the command is
+imported, and for its `--help` only the module of the options. The core names `rlhf_contrib` only here and in the next
+two lines.
 """
 ESTIMATE = "rlhf_contrib.planner.verb:estimate"
 """The function of `rlhf plan --estimate`."""
 WHEN_PLANNED = "rlhf_contrib.planner.verb:warn_of_memory"
-"""What a run that has planned calls, if the topic is installed."""
+"""Function that a run calls once it has planned, if the topic is installed."""
 VERBS = {name: place for group in COMMANDS.values() for name, (place, _) in group.items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status, one of the constants above. Errors are printed in one line."""
+    """Run a command and return its exit status, one of the `EXIT` constants. Errors are printed in one line."""
     open_standard_streams()
     try:
         try:
@@ -245,14 +247,14 @@ class _Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:  # type: ignore[override]
         self.given = set()
         found, unknown = super().parse_known_args(args, namespace)
-        if unknown:  # refused here, where the usage is that of the command
+        if unknown:  # refused here, where the printed usage belongs to the command
             options = [name for name in self._option_string_actions if name.startswith("--")]
             misspelled = unknown[0].startswith("-") and nearest(unknown[0].partition("=")[0], options)
             self.error(f"unrecognized arguments: {' '.join(unknown)}" + (f"; {misspelled}" if misspelled else ""))
         return found, unknown
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
-        """Refuse an empty word, as of a variable that is not set, where no word would mean what is usual.
+        """Refuse an empty value, such as an unset shell variable, where leaving the option out selects the default.
 
         In `--out=~/x` shells leave the home folder to the program.
         """
@@ -279,7 +281,7 @@ class _Version(argparse.Action):
 
 
 def _parser(only: str | None = None) -> argparse.ArgumentParser:
-    """Return the parser of all commands. If `only` is given, the other commands have no options, and are not imported."""
+    """Build the parser of all commands. If `only` is given, other commands have no options and are not imported."""
     # argparse, not cyclopts: a command's module is imported only when it runs.
     parser = _Parser(
         prog="rlhf", usage="rlhf COMMAND ...", formatter_class=argparse.RawDescriptionHelpFormatter, add_help=False
@@ -315,7 +317,7 @@ def _function_at(place: str) -> Callable[..., Any]:
 
 
 def _verb(options: argparse.Namespace) -> Callable[[argparse.Namespace], int | None]:
-    """Return the function of a command."""
+    """The function of a command."""
     return _function_at(ESTIMATE if options.verb == "plan" and options.estimate else VERBS[options.verb])
 
 

@@ -78,7 +78,7 @@ def imported_files(config: PipelineConfig, planned: Sequence[PlannedStage]) -> l
 
 
 def explain_stage(options: argparse.Namespace) -> None:
-    """Print the decision for one stage with what it rests on, in 15 lines, and the next command."""
+    """Print the decision for one stage and its grounds, in 15 lines, and the next command."""
     request = RunRequest.from_parameters(vars(options))
     if options.stage.endswith(".toml") or options.stage in profile_names():
         remedy = f"name a stage: rlhf explain STAGE --profile {shlex.quote(options.stage)}"
@@ -160,7 +160,7 @@ def _shortened(lines: Sequence[str], most: int | None) -> list[str]:
 
 
 def _next(request: RunRequest, stage: PlannedStage, record: KeyRecord | None) -> str:
-    """Return the command that a reader of the explanation needs next."""
+    """The next command for a reader of the explanation."""
     if record is not None and isinstance(record.handle, PolicyRef):
         return shlex.join(["rlhf", "chat", record.handle.digest[:DIGITS], "--profile", request.profile])
     words = ["rlhf", "run", request.profile, *(word for text in request.overrides for word in ("--set", text))]
@@ -171,7 +171,7 @@ def _next(request: RunRequest, stage: PlannedStage, record: KeyRecord | None) ->
 
 
 def _unseen(store: ArtifactStore, stage: PlannedStage) -> list[str]:
-    """Return the reads of the stage's functions and programs beyond its key, by their source and by its record."""
+    """Reads of the stage's functions and programs that the key does not cover, by their source and by the record."""
     agents = agents_of(stage.spec.config)
     programs = {phrase: key for key, agent in agents.items() for phrase in unseen_by_programs(agent.read_files())}
     phrases = dict.fromkeys(phrase for function in stage.spec.callables for phrase in unseen_reads(function))
@@ -183,7 +183,7 @@ def _unseen(store: ArtifactStore, stage: PlannedStage) -> list[str]:
 
 
 def _rounded(stage: PlannedStage) -> list[str]:
-    """Return a note if the stage will merge adapters into bfloat16 weights, where small changes round away."""
+    """A note if the stage will merge adapters into bfloat16 weights, where small changes are rounded away."""
     trainer = stage.spec.engines.get("trainer", {})
     lora = getattr(stage.spec.config, "lora", None)
     if (

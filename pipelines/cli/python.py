@@ -59,7 +59,7 @@ def run(
 
 @contextmanager
 def _environment(home: str | Path | None) -> Iterator[None]:
-    """Set the state folder, and restore all variables afterwards: a run sets those of its Prefect server."""
+    """Set the state folder, and restore all variables afterwards: a run sets variables for its Prefect server."""
     before = dict(os.environ)
     if home is not None:
         os.environ["RLHF_HOME"] = str(home)

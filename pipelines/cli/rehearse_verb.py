@@ -1,4 +1,4 @@
-"""Print what a rehearsal cut, what ran, and each problem (`rlhf rehearse`)."""
+"""Print the cuts, the executed stages and the problems of a rehearsal (`rlhf rehearse`)."""
 
 import argparse
 import logging

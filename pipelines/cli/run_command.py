@@ -87,7 +87,7 @@ def run_request(request: RunRequest) -> None:
 def shown_run(
     request: RunRequest, home: Home
 ) -> tuple[ArtifactStore, dict[str, ArtifactRef], Tally, PipelineRun | None]:
-    """Run a profile with its progress on the console; return its store, the artifacts by label, what was decided, and the run.
+    """Run a profile with its progress on the console; return store, artifacts by label, decisions, and the run.
 
     If every stage is cached and no service runs, neither Prefect nor MLflow is started, and the run is None.
     """

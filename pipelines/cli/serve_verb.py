@@ -74,14 +74,14 @@ def status(options: argparse.Namespace) -> int:
 
 
 def _prefect_page(home: Home, found: Services) -> str:
-    """Return Prefect's address. On a terminal it signs the browser in; elsewhere not, as logs would keep the secret."""
+    """Prefect's address. On a terminal it signs the browser in; elsewhere not, as logs would keep the secret."""
     if found.prefect_api or not sys.stdout.isatty():
         return found.prefect_url
     return sign_in_link(found.prefect_url, home.prefect_auth_string)
 
 
 def _short(path: Path) -> Path:
-    """Return the path relative to the working folder if it lies below it."""
+    """The path, relative to the working folder if it lies below it."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
@@ -144,7 +144,7 @@ def _answer(options: argparse.Namespace, answer: Answer) -> None:
 
 
 def next_step(request: GateRequest) -> str:
-    """Return the command that continues the waiting run."""
+    """The command that continues the waiting run."""
     again = "the run goes on, or ends as blocked, with the same command as before"
     links = request.askers[-1].links
     return f"{again}, or with `rlhf resume {links[FLOW_RUN_TAG]}`" if FLOW_RUN_TAG in links else again

@@ -1,4 +1,4 @@
-"""Print what a stage made (`rlhf show`): its preview, report, rows, metrics, or what its weights are."""
+"""Print the result of a stage (`rlhf show`): its preview, report, rows, metrics, or a summary of its weights."""
 
 import argparse
 import json
@@ -31,7 +31,7 @@ from rlhf_core.store.records import KeyRecord
 from rlhf_core.types import ArtifactRef
 
 METRICS = "metrics"
-"""Name under which the numbers of a result are shown, beside the names of files."""
+"""Name under which the numbers of a result are shown, next to the names of files."""
 BEST = ("preview.md", "README.md", "*.parquet", "*.jsonl")
 """Patterns of the file that is shown without a name, the most readable first; without any of them the numbers are."""
 FIRST = (*BEST, "report.*", "*.html", "*.safetensors")
@@ -68,7 +68,10 @@ def show(options: argparse.Namespace) -> None:
 
 
 def _of_profile(options: argparse.Namespace, store: ArtifactStore) -> str:
-    """Return the digest of what a stage of `--profile` made last; "" without a profile. ArtifactError if it made nothing."""
+    """Digest of the last result of a stage in `--profile`; "" without a profile.
+
+    Raises ArtifactError if it has none.
+    """
     if not options.profile:
         return ""
     name = load_profile(options.profile).name
@@ -95,12 +98,12 @@ def _print_best(
 
 
 def _place(name: str, patterns: Sequence[str]) -> int:
-    """Return the place of the first pattern that a file's name matches; beyond the last if none."""
+    """Index of the first pattern that matches a file's name; beyond the last if none matches."""
     return next((place for place, pattern in enumerate(patterns) if Path(name).match(pattern)), len(patterns))
 
 
 def _numbers(store: ArtifactStore, record: KeyRecord) -> list[str]:
-    """Return a line for each measure of a result, the most informative first: of policies, then by its metrics."""
+    """One line for each measure of a result, the most informative first: of policies, then by its metrics."""
     measures = stage_measures(store, record.handle, record.metrics)
     own = sorted(record.metrics.keys() & measures.keys(), key=lambda name: (metric_rank(name), name))
     return [f"{name} = {measures[name]}" for name in (*(name for name in measures if name not in own), *own)]
@@ -118,7 +121,7 @@ def _heading(ref: ArtifactRef, record: KeyRecord | None, folder: Path) -> Iterat
 
 
 def _made_by(record: KeyRecord) -> str:
-    """Return the run during which an artifact was made: the last one of this folder that had begun then."""
+    """Name the run that made an artifact: the last run of this folder that had begun by then."""
     started = datetime.fromisoformat(record.started).timestamp()
     for run in run_records(Home.here()):
         if run.began <= started <= run.began + run.seconds:
@@ -142,7 +145,7 @@ def _list(folder: Path, files: Sequence[str], numbers: Sequence[str]) -> Iterato
 
 
 def _named(wanted: str, names: Sequence[str]) -> str:
-    """Return the file of a name, or of the end of one if only one file has it."""
+    """Find a file by its name, or by the end of its name if only one file ends so."""
     if wanted in names:
         return wanted
     found = [name for name in names if name.endswith(f"/{wanted}")]
@@ -166,7 +169,7 @@ def _open(folder: Path, page: str) -> None:
 
 
 def _content(path: Path, rows: int) -> Iterator[str]:
-    """Yield the lines that show a file; of one that cannot be read as the type of its name, the reason."""
+    """Yield the lines that show a file. If it cannot be read as the type of its name, yield the reason."""
     try:
         match path.suffix:
             case ".safetensors":
@@ -236,7 +239,7 @@ def _value(name: str, value: Any) -> Iterator[str]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether a value is a list of numbers, which few people read."""
+    """Whether a value is a list of numbers, which few people read."""
     return isinstance(value, list) and not any(isinstance(one, (Mapping, list, str)) for one in value)
 
 
@@ -257,7 +260,7 @@ def _print(lines: Sequence[str] | Iterator[str]) -> None:
 
 
 def _size(size: float) -> str:
-    """Return a size in the largest unit that it reaches.
+    """Format a size in the largest unit that it reaches.
 
     >>> [_size(size) for size in (12, 3000, 5_000_000)]
     ['12 B', '2.9 KiB', '4.8 MiB']

@@ -16,7 +16,7 @@ STARTER = Path(__file__).with_name("starter")
 """Folder of the files that `rlhf init` writes; in them, NAME stands for the name of the project."""
 FILES = ("README.md", "profile.toml", "reward.py", "rows.jsonl")
 SCHEMA_FILE = "profile.schema.json"
-"""File beside a profile that its first line names, so that editors complete and describe its keys."""
+"""File next to a profile, named in the profile's first line, so that editors complete and describe its keys."""
 
 
 def init(options: argparse.Namespace) -> None:
@@ -59,7 +59,7 @@ def _schema_text() -> str:
 
 
 def _first_comment(profile: Path) -> str:
-    """Return the lines of comment at the beginning of a profile as one, up to the end of the first sentence."""
+    """The comment at the beginning of a profile as one line, up to the end of its first sentence."""
     lines = []
     for line in profile.read_text(encoding="utf-8").splitlines():
         if not line.startswith("#"):

@@ -1,8 +1,8 @@
 """List runs (`rlhf runs`) and artifacts (`rlhf store ls`). Damage is reported, and the rest is still listed.
 
 Lists are read from small files and the store's index, and printed as plain lines: rich tables take seconds for ten
-thousand rows. What checks a store's content is imported with `pipelines.cli.store_verbs` and not here, which makes lists
-fast.
+thousand rows. The code that checks a store's content is imported by `pipelines.cli.store_verbs` and not here, which
+keeps lists fast.
 """
 
 import argparse

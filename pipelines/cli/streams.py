@@ -6,7 +6,7 @@ import sys
 
 
 def open_standard_streams() -> None:
-    """Give a command that was started without standard streams (`>&-`) ones that lead nowhere.
+    """Connect missing standard streams (`>&-`) of a command to the null device.
 
     Python has None for them, and the next file to be opened, such as a database, would get their number.
     """
@@ -18,7 +18,7 @@ def open_standard_streams() -> None:
 
 
 def output_fails() -> bool:
-    """Return whether it is standard output that cannot be written, by writing a byte."""
+    """Whether standard output cannot be written, tested by writing a byte."""
     try:
         os.write(sys.stdout.fileno(), b"\n")
     except OSError:

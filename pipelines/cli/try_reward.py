@@ -25,7 +25,7 @@ LABEL = "label"
 
 
 def try_reward(options: argparse.Namespace) -> None:
-    """Print the reward of each answer, what the function logs, and the seconds; errors are those of a run."""
+    """Print the reward of each answer, the function's log, and the seconds; errors are the same as in a run."""
     check_timeout(options.timeout_s)
     term = _term(options.function, read_json_arguments(options.arguments), options.timeout_s)
     answers = [_generation(options.prompt, _label(options.columns), text) for text in options.answers]
@@ -46,7 +46,7 @@ def check_timeout(timeout_s: float) -> None:
 
 
 def read_json_arguments(text: str) -> dict[str, Any]:
-    """Return the keyword arguments of the function; raise ConfigError if the text is not a JSON object."""
+    """Parse the keyword arguments of the function. Raises ConfigError if the text is not a JSON object."""
     try:
         arguments = json.loads(text)
     except ValueError:
@@ -58,7 +58,7 @@ def read_json_arguments(text: str) -> dict[str, Any]:
 
 
 def _term(function: str, arguments: dict[str, Any], timeout_s: float) -> FunctionReward:
-    """Return the term of a profile that calls the function."""
+    """The term of a profile that calls the function."""
     compares = "batch"  # all answers are put to the function in one call
     try:
         return FunctionReward(function=function, arguments=arguments, timeout_s=timeout_s, compares=compares)
@@ -69,12 +69,12 @@ def _term(function: str, arguments: dict[str, Any], timeout_s: float) -> Functio
 
 
 def _generation(prompt: str, label: str, answer: str) -> Generation:
-    """Return an answer as a policy gives it, but without tokens: which they are depends on a model."""
+    """An answer in the form that a policy returns, without token ids (no tokenizer is loaded here)."""
     return answered(Prompt("try-reward", (Message("user", prompt),), label, "try-reward"), answer)
 
 
 def _label(columns: Sequence[str]) -> str:
-    """Return the label with these columns: text if `label` is the only one, else a JSON object.
+    """The label with these columns: text if `label` is the only one, else a JSON object.
 
     >>> _label(["label=4"]), _label(["level=3", "answer=4 kg"])
     ('4', '{"level": 3, "answer": "4 kg"}')

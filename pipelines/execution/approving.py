@@ -29,7 +29,7 @@ def answer_gate(
 ) -> tuple[GateRequest, GateAnswer]:
     """Record the answer to the question of a gate; return the question and the answer.
 
-    Raises ConfigError if nothing or more than one thing is meant, and lists what is open.
+    Raises ConfigError, with a list of the open questions, unless exactly one question matches.
     """
     if not reason.strip():
         raise ConfigError("reason", reason, "is empty", "give a reason; it is kept with the decision")
@@ -40,7 +40,10 @@ def answer_gate(
 
 
 def place_of_run(run: str, store: str) -> tuple[ArtifactStore, str, str]:
-    """Return the store with the question of a run, the name of the run, and the digest of its profile; `run` may be a profile."""
+    """Find the store with the question of a run, the name of the run, and the digest of its profile.
+
+    `run` may also be a profile.
+    """
     try:
         find_profile(run)
     except ConfigError:  # not a profile, so the name or id of a run
@@ -51,10 +54,12 @@ def place_of_run(run: str, store: str) -> tuple[ArtifactStore, str, str]:
 
 
 def choose_request(requests: Sequence[GateRequest], meant: Meant, *, run: str, profile: str = "") -> GateRequest:
-    """Return the only question that is meant. Raises ConfigError that lists them if there is not exactly one.
+    """Select the only question that matches.
 
-    If several questions match, prefer those of this profile, then the most recent if no other one is open. An answered
-    question is never chosen while another one is open.
+    Raises ConfigError with a list of candidates if this is ambiguous or impossible.
+
+    If several questions match, prefer questions of this profile, then the most recent if no other one is open. An
+    answered question is never chosen while another one is open.
     """
     of_run = [one for one in requests if one.asked_in(run)]
     of_gate = [one for one in of_run if one.question.gate == meant.gate]
@@ -86,7 +91,7 @@ def choose_request(requests: Sequence[GateRequest], meant: Meant, *, run: str, p
 
 
 def list_requests(requests: Sequence[GateRequest]) -> str:
-    """Return the questions for a person to choose from, the open ones first, each in order from the most recent."""
+    """Questions for a person to choose from, the open ones first, each group in order from the most recent."""
     ordered = sorted(requests, key=lambda one: (one.answer is None, one.asked, one.id), reverse=True)
     return "; ".join(
         f"{one.id[:SHORT_ID]} ({'open' if one.answer is None else f'answered: {one.answer}'}, "

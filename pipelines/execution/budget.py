@@ -1,7 +1,7 @@
 """Keep a run within its budget of hours, GPU hours and cost, over all attempts until it finishes.
 
-What the attempts of a run have spent is kept in the store, under the name of the run, until the run finishes. A process that is
-killed does not write down what its last stage had spent.
+The amounts spent by the attempts of a run are kept in the store, under the name of the run, until the run finishes. A
+process that is killed does not record the amount that its last stage had spent.
 """
 
 import time
@@ -90,13 +90,13 @@ class Budget:
     def close(self) -> None:
         """Reset the spent amounts: the run has finished, and the next one starts at 0.
 
-        A run without a budget leaves that of another run of the same name alone.
+        A run without a budget does not touch the ledger of another run of the same name.
         """
         if self._limits():
             discard(self.store, self._name)
 
     def _limits(self) -> list[tuple[str, float, float]]:
-        """Return key, spent amount and limit of each limited part of the budget."""
+        """Key, spent amount and limit of each limited part of the budget."""
         hours, gpu_hours = self._ledger.seconds / HOUR, self._ledger.gpu_seconds / HOUR
         prices = self.config.prices
         found = (
@@ -126,7 +126,7 @@ class Budget:
 
 
 def gpus_of(spec: StageSpec, runtime: RuntimeConfig) -> float:
-    """Return the number of GPUs that the engines of a stage hold."""
+    """Number of GPUs that the engines of a stage hold."""
     pooled = sum(pool.workers * pool.gpus_per_worker for pool in runtime.pools.values() if "trainer" in spec.engines)
     train = runtime.train_workers * runtime.gpus_per_train_worker if "trainer" in spec.engines else 0.0
     sample = runtime.sampler.needs().engines * runtime.gpus_per_engine if "sampler" in spec.engines else 0.0
@@ -139,14 +139,14 @@ def gpus_of(spec: StageSpec, runtime: RuntimeConfig) -> float:
 
 
 def cpus_of(spec: StageSpec, runtime: RuntimeConfig) -> float:
-    """Return the number of processes of a stage that have a CPU of their own: the driver, its workers and engines."""
+    """Number of processes of a stage that occupy one CPU each: the driver, its workers and engines."""
     workers = runtime.train_workers + sum(pool.workers for pool in runtime.pools.values())
     engines = runtime.sampler.needs().engines
     return float(1 + workers * ("trainer" in spec.engines) + engines * ("sampler" in spec.engines))
 
 
 def pairs_asked(config: ProposeComparisonsConfig) -> int:
-    """Return the largest number of pairs in a proposal, including repeats and attention checks."""
+    """The largest number of pairs in a proposal, including repeats and attention checks."""
     return (
         config.budget + round(config.repeat_fraction * config.budget) + round(config.attention_fraction * config.budget)
     )

@@ -40,7 +40,7 @@ class StageSide:
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two things that are compared."""
+    """One side of a comparison."""
 
     name: str
     store: ArtifactStore
@@ -56,7 +56,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Difference:
-    """Differences in one stage; `own` are those of the stage itself, `inputs` those of its inputs."""
+    """Differences in one stage: `own` are in the stage itself, `inputs` in its inputs."""
 
     label: str
     own: tuple[str, ...]
@@ -73,7 +73,7 @@ class AnswerPair:
 
 
 def side_of(name: str, overrides: Sequence[str], store: ArtifactStore, home: Home, uri: str) -> Side:
-    """Return the object of a name: a profile, an artifact by label, digest or folder, or an MLflow run by name or id.
+    """Resolve a name: a profile, an artifact by label, digest or folder, or an MLflow run by name or id.
 
     `uri` is the address of MLflow. Raises ConfigError if it is none of these, or if overrides have no profile to change.
     """
@@ -104,7 +104,7 @@ def side_of(name: str, overrides: Sequence[str], store: ArtifactStore, home: Hom
 
 
 def of_artifact(name: str, store: ArtifactStore) -> Side:
-    """Return the stages that led to an artifact. Raises ArtifactError if the store has none of this name."""
+    """The stages that led to an artifact. Raises ArtifactError if the store has none of this name."""
     ref, records = find_artifact(store, ArtifactRef, name), store.records()
     listed = {record.key: record for record in records}
     made = [listed[ancestor.key] for ancestor in lineage(records, [ref.digest])]
@@ -122,22 +122,22 @@ def of_artifact(name: str, store: ArtifactStore) -> Side:
 
 
 def of_record(record: KeyRecord) -> StageSide:
-    """Return a stage that was made, from its record."""
+    """An executed stage, from its record."""
     return StageSide(record.payload, record.code, record)
 
 
 def of_planned(stage: PlannedStage, store: ArtifactStore) -> StageSide:
-    """Return a stage of a profile, from its record if it has run and from its configuration if not."""
+    """A stage of a profile, from its record if it has run and from its configuration if not."""
     record = store.record(stage.decision.key) if stage.decision.action == "HIT" else None
     code = stage_code(stage.spec) if record is None else record.code
     return StageSide(key_payload(stage.spec), code, record)
 
 
-# ---------------------------------------------------------------- what differs
+# ---------------------------------------------------------------- differences
 
 
 def config_differences(ours: Side, theirs: Side) -> list[tuple[str, str, str]]:
-    """Return key, value here and value there, for every key that differs between two profiles or runs."""
+    """Key, value here and value there, for every key that differs between two profiles or runs."""
     if not ours.config or not theirs.config:
         return []
     here, there = (dict(_by_name(side.config)) for side in (ours, theirs))
@@ -149,7 +149,7 @@ def config_differences(ours: Side, theirs: Side) -> list[tuple[str, str, str]]:
 
 
 def _by_name(config: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield each key and value under the present name of the key, and those of lists of tables by the entries' names."""
+    """Yield each key and value under the key's current name; entries of lists of tables are keyed by their names."""
     for key, text in config.items():
         try:
             entries = ast.literal_eval(text) if text.startswith("[{") else []
@@ -163,7 +163,7 @@ def _by_name(config: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 
 
 def not_compared(ours: Side, theirs: Side) -> dict[str, str]:
-    """Return the stages whose results cannot be compared, with the reason."""
+    """Stages whose results cannot be compared, with the reason."""
     found = dict.fromkeys((*ours.gone, *theirs.gone), "the store has no record of it")
     for label, here in ours.stages.items():
         there = theirs.stages.get(label)
@@ -173,7 +173,7 @@ def not_compared(ours: Side, theirs: Side) -> dict[str, str]:
 
 
 def stage_differences(ours: Side, theirs: Side) -> list[Difference]:
-    """Return the differences by stage, in the order in which they run, without equal stages."""
+    """Differences by stage, in the order in which the stages run, without equal stages."""
     found = []
     gone = {*ours.gone, *theirs.gone}
     for label in [*ours.stages, *(label for label in theirs.stages if label not in ours.stages)]:
@@ -192,7 +192,7 @@ def stage_differences(ours: Side, theirs: Side) -> list[Difference]:
 
 
 def first_difference(found: Sequence[Difference]) -> Difference | None:
-    """Return the first stage that differs by itself, and not only by its inputs."""
+    """The first stage that differs by itself, and not only by its inputs."""
     return next((one for one in found if one.own), None)
 
 
@@ -209,13 +209,13 @@ def _phrases(label: str, here: StageSide, there: StageSide) -> Iterator[str]:
 
 
 def _with_known_inputs(payload: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a payload without the inputs that one of the two sides has not made yet."""
+    """A payload without the inputs that either side has not made yet."""
     unknown = {name for table in (payload, other) for name, value in table["inputs"].items() if PENDING in str(value)}
     return {**payload, "inputs": {name: value for name, value in payload["inputs"].items() if name not in unknown}}
 
 
 def metric_differences(ours: Side, theirs: Side) -> list[tuple[str, Measure | None, Measure | None]]:
-    """Return `stage: metric` with its number on both sides, for the stages that both have and where it differs."""
+    """`stage: metric` with its number on both sides, for the metrics of common stages that differ."""
     found = []
     for label, here in ours.stages.items():
         there = theirs.stages.get(label)
@@ -235,14 +235,14 @@ def metric_differences(ours: Side, theirs: Side) -> list[tuple[str, Measure | No
 
 
 def different_answers(ours: Side, theirs: Side, count: int) -> list[AnswerPair]:
-    """Return the first `count` prompts that both sides answered otherwise, by the last stage that generated on both.
+    """The first `count` prompts that both sides answered differently, from the last stage that generated on both.
 
-    Where a stage is on both sides but not made on one, an earlier policy does not answer in its place.
+    If one side has not run this stage yet, answers of an earlier policy do not replace the missing ones.
     """
     here, there = (_generations(side) for side in (ours, theirs))
     shared = [label for label in here if label in there and here[label].digest != there[label].digest]
     pairs = [(here[label], there[label]) for label in reversed(shared)]
-    if not pairs and here and there:  # two policies of different stages: what each of them answered last
+    if not pairs and here and there:  # two policies of different stages: the last answers of each
         last, their_last = list(here)[-1], list(there)[-1]
         unknown = not_compared(ours, theirs)
         pairs = [] if last in unknown or their_last in unknown else [(here[last], there[their_last])]
@@ -254,7 +254,7 @@ def different_answers(ours: Side, theirs: Side, count: int) -> list[AnswerPair]:
 
 
 def _generations(side: Side) -> dict[str, GenerationsRef]:
-    """Return the answers that are among the stages, then those that the store has of the last policy."""
+    """Answers generated by the stages themselves, plus answers in the store by the last policy."""
     records = [stage.record for stage in side.stages.values() if stage.record is not None]
     found = {record.label: record.handle for record in records if isinstance(record.handle, GenerationsRef)}
     made = {ref.digest for ref in handles(records[-1].handle)} if records else set()

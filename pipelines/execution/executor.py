@@ -25,7 +25,7 @@ from rlhf_core.types import ArtifactRef
 
 
 def status_of(error: BaseException | None) -> RunStatus:
-    """Return the status of a tracking run that ended with this error; SCHEDULED means that the same command goes on."""
+    """Status of a tracking run that ended with this error; SCHEDULED means that the same command resumes the run."""
     if error is None:
         return "FINISHED"
     if isinstance(error, Exception | stopping.RunBlocked):
@@ -47,11 +47,11 @@ PAUSE_S = 5.0
 """Seconds between tries without progress; the pause grows with each try."""
 
 Reached = tuple[int, int]
-"""Step of the newest checkpoint, -1 without one, and the number of files (shards) beside the checkpoints."""
+"""Step of the newest checkpoint, -1 without one, and the number of files (shards) next to the checkpoints."""
 
 
 def reached(store: ArtifactStore, key: str) -> Reached:
-    """Return the progress of the attempts at `key`; more progress compares greater."""
+    """Progress of the attempts at `key`; more progress compares greater."""
     folder = store.attempts(key)
     checkpoint = Checkpoints(attempts.checkpoints(folder)).latest()
     entries = [attempts.latest_work(folder) / name for name in attempts.unfinished_work(folder)]
@@ -62,7 +62,7 @@ def reached(store: ArtifactStore, key: str) -> Reached:
 def retry_lost_workers(
     attempt: Callable[[], T], *, label: str, retries: int, where: Callable[[], Reached], sleep: Callable[[float], None]
 ) -> T:
-    """Return the result of `attempt`; after a WorkerLostError call it again, to resume from its last checkpoint.
+    """Call `attempt` again after a WorkerLostError, to resume from its last checkpoint, and return its result.
 
     A try that makes more progress than those before it resets the count of `retries`. When they are used up, an error
     of the same class is raised with the number of tries. Any other error is raised at once.
@@ -153,7 +153,7 @@ class Tally(Listener):
         self.metrics_of: dict[str, dict[str, float]] = {}
 
     def those(self, *, hits: bool) -> tuple[str, ...]:
-        """Return the labels of the finished stages that were taken from the store, or of those that were computed."""
+        """Labels of the finished stages that were taken from the store (`hits`), or that were computed."""
         return tuple(label for label, found in self.decisions.items() if (found.action in ("HIT", "ATTACH")) is hits)
 
     def finished(self, label: str, decision: Decision, metrics: Mapping[str, float], seconds: float) -> None:
@@ -211,10 +211,10 @@ class RunOptions:
     profile: str = ""
     """Name or path of the profile of a command; "" for a deployment, which is given the configuration itself."""
     tags: Mapping[str, str] = field(default_factory=dict)
-    """Further tags of the tracking run, such as those of a sweep."""
+    """Further tags of the tracking run, such as a sweep's."""
 
     def forces(self, label: str) -> bool:
-        """Return whether the stage must run even if its result is in the store."""
+        """Whether the stage must run even if its result is in the store."""
         return label in self.force
 
 
@@ -231,7 +231,7 @@ class RunContext:
     """Other places where a stage can be looked up; kept in its record and as tags of its tracking run."""
 
     def key_of(self, spec: StageSpec) -> str:
-        """Return the key under which the store has, or will have, the result of the stage."""
+        """The key under which the store has, or will have, the result of the stage."""
         return target_of(self.store, spec, strict=self.options.strict).key
 
 
@@ -263,7 +263,7 @@ class StageExecutor(Protocol):
 
 
 def find_result(context: RunContext, spec: StageSpec) -> StageOutcome | None:
-    """Return the outcome of a stage whose result is in the store, and report the HIT; None if there is no result."""
+    """The outcome of a stage whose result is in the store, reported as a HIT; None if the result is missing."""
     found = find_hit(context.store, spec, strict=context.options.strict)
     if found is None:
         return None

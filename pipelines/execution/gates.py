@@ -42,7 +42,7 @@ SHORT_ID = 12
 
 
 class StageHeld(RunHalted):
-    """Raised for a stage that is not run because a gate holds back one of its inputs; the run goes on without it."""
+    """Raised for a stage that is not run because a gate holds back an input; the run continues without the stage."""
 
     def __init__(self, message: str, state: str) -> None:
         super().__init__(message)
@@ -62,17 +62,17 @@ class GateVerdict:
 
     @property
     def found(self) -> str:
-        """Return the comparison, such as `accuracy_low 0.61 < 0.65`."""
+        """The comparison, such as `accuracy_low 0.61 < 0.65`."""
         return self.question.found
 
     @property
     def holds(self) -> bool:
-        """Return whether the stages after the artifact may run."""
+        """Whether the stages after the artifact may run."""
         return self.outcome in ("passed", "warned", "approved")
 
     @property
     def why(self) -> str:
-        """Return the finding and the decision."""
+        """The finding and the decision."""
         asked = "" if self.found or self.answer else "a person has to approve it"
         return "; ".join(part for part in (self.found, str(self.answer or ""), asked) if part)
 
@@ -96,7 +96,7 @@ class Gatekeeper:
     """Uri of an artifact that is held back -> the verdict."""
 
     def stages(self, config: PipelineConfig, run_stage: RunStage, *, group: RunGroup = ungrouped) -> Stages:
-        """Return the stages of the profile, run by `run_stage`, with what they find in the store and the registry."""
+        """The stages of the profile, run by `run_stage`, with access to results in the store and the registry."""
         return Stages(
             run_stage,
             config.seed,
@@ -125,7 +125,7 @@ class Gatekeeper:
         return found
 
     def hold(self, spec: StageSpec) -> GateVerdict | None:
-        """Return the verdict that holds back a stage, None if it may run. `publish` runs only if every gate holds."""
+        """The verdict that holds back a stage, None if it may run. `publish` runs only if every gate holds."""
         failed = [verdict for verdict in self.verdicts if not verdict.holds]
         found = [self._held[ref.uri] for ref in spec.refs() if ref.uri in self._held]
         found += failed if spec.name == "publish" else []
@@ -137,7 +137,7 @@ class Gatekeeper:
         self._held |= {one.uri: verdict for one in (ref, *parts(ref))}
 
     def notes(self) -> tuple[GateNote, ...]:
-        """Return the verdicts so far, for the model card."""
+        """The verdicts so far, for the model card."""
         return tuple(
             GateNote(name=one.gate.title, found=one.found, outcome=one.outcome, answer=str(one.answer or ""))
             for one in self.verdicts
@@ -180,12 +180,12 @@ class Gatekeeper:
 
 
 def gate_condition(gate: GateConfig) -> dict[str, Any]:
-    """Return the subject of an approval besides the artifact: the stage and the condition."""
+    """The subject of an approval besides the artifact: the stage and the condition."""
     return gate.model_dump(mode="json", exclude={"otherwise"}) | {"name": gate.title}
 
 
 def commands(question: Question, run: str, store: Path) -> str:
-    """Return the commands that answer a question of a run; they have to name a store that is not the usual one."""
+    """Commands that answer a question of a run; they have to name a store that is not the usual one."""
     words = [run, question.gate, "--question", question.id[:SHORT_ID]]
     words += [] if store.resolve() == Home.here().store.resolve() else ["--store", str(store)]
     command = f"{shlex.join(words)} --reason ..."
@@ -204,15 +204,16 @@ def artifacts_behind(spec: StageSpec, ref: ArtifactRef) -> Iterator[ArtifactRef]
 
 
 def known_numbers(metrics: Mapping[str, float], folder: Path) -> dict[str, float]:
-    """Return the metrics of a record, and the numbers of report.json by their path."""
+    """The metrics of a record, and the numbers of report.json by their path."""
     report = folder / REPORT
     return (dict(numbers(json.loads(report.read_text(encoding="utf-8")))) if report.is_file() else {}) | dict(metrics)
 
 
 def judge_metric(gate: GateConfig, index: int, known: Mapping[str, float]) -> tuple[bool, str]:
-    """Return whether a gate's condition holds, and the comparison. Raises ConfigError that lists the known names.
+    """Evaluate a gate's condition: whether it holds, and the comparison.
 
-    It does not hold for a number of fewer than `least_prompts` prompts, nor for the end of an interval that they do not give.
+    Raises ConfigError that lists the known names. A number from fewer than `least_prompts` prompts does not hold, nor
+    does an interval bound that is missing because of too few prompts.
     """
     prompts = prompts_behind(gate.metric, known)
     if gate.metric not in known and prompts is not None and _END.search(gate.metric):
@@ -226,7 +227,9 @@ def judge_metric(gate: GateConfig, index: int, known: Mapping[str, float]) -> tu
 
 
 def prompts_behind(metric: str, known: Mapping[str, float]) -> float | None:
-    """Return how many prompts a number is of, None if that is not recorded: the nearest `prompts` or `<measure>_prompts`.
+    """Number of prompts behind a metric, None if it is not recorded.
+
+    It is the nearest `prompts` or `<measure>_prompts`.
 
     >>> prompts_behind("policies/ppo/gold/low", {"policies/ppo/gold/prompts": 48.0, "policies/sft/gold/prompts": 64.0})
     48.0
@@ -242,7 +245,7 @@ def prompts_behind(metric: str, known: Mapping[str, float]) -> float | None:
 
 
 def value_of(gate: GateConfig, index: int, known: Mapping[str, float]) -> float:
-    """Return the number that a gate names. Raises ConfigError that lists the known names."""
+    """The number that a gate names. Raises ConfigError that lists the known names."""
     if gate.metric in known:
         return known[gate.metric]
     names = sorted(known)
@@ -269,7 +272,7 @@ def numbers(value: Any, path: str = "") -> Iterator[tuple[str, float]]:
 
 
 def champion_of(publish: PublishConfig | None, store: ArtifactStore) -> Opponents | None:
-    """Return the champion that `[publish.challenge]` compares with; None without that section or without a champion.
+    """The champion that `[publish.challenge]` compares with; None without that section or without a champion.
 
     Raises ConfigError if the champion's weights are not in this store, TrackingError if the registry does not answer.
     """
@@ -296,7 +299,7 @@ def champion_of(publish: PublishConfig | None, store: ArtifactStore) -> Opponent
 
 
 def outside_of(config: PipelineConfig, store: ArtifactStore) -> FindOutside:
-    """Return the function that finds artifacts of earlier runs: `store:DIGEST`, `champion`, `models:/NAME/VERSION`.
+    """A function that finds artifacts of earlier runs: `store:DIGEST`, `champion`, `models:/NAME/VERSION`.
 
     It raises ConfigError for an artifact that is not in the store, and TrackingError if the registry does not answer.
     """
@@ -313,7 +316,7 @@ def outside_of(config: PipelineConfig, store: ArtifactStore) -> FindOutside:
 
 
 def prompt_reader(store: ArtifactStore) -> Callable[[PromptsRef], Sequence[Prompt]]:
-    """Return the function that reads prompts; it returns none for those that are yet to be made."""
+    """A function that reads prompts; the result is empty for prompts that do not exist yet."""
 
     def read(ref: PromptsRef) -> Sequence[Prompt]:
         from rlhf_core.data.tables import read_prompts  # pyarrow, for rewards that read rubrics
@@ -324,7 +327,7 @@ def prompt_reader(store: ArtifactStore) -> Callable[[PromptsRef], Sequence[Promp
 
 
 def registered(key: str, name: str, config: PipelineConfig) -> str:
-    """Return the digest of a registered policy: `champion` (of `publish.name`), `models:/NAME@champion`, `models:/NAME/3`."""
+    """Digest of a registered policy: `champion` (of `publish.name`), `models:/NAME@champion`, `models:/NAME/3`."""
     from rlhf_core.tracking.champions import read_champions  # MLflow's parts, which most plans do without
 
     model, version = CHAMPION, ""

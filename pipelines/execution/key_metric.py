@@ -20,14 +20,14 @@ KEY_METRICS = (
 """Ends of metric names, the most informative first; the first one that a stage has is shown."""
 
 DROPPED = "dropped/all"
-"""Metric of `prepare_data` that is shown beside its rows."""
+"""Metric of `prepare_data` that is shown together with its rows."""
 
 
 def key_metric(metrics: Mapping[str, float]) -> str:
-    """Return `name value` of the most informative metric of a stage, or "".
+    """Format the most informative metric of a stage as `name value`, or "".
 
-    While a stage runs, its label precedes the name. Metrics measured `before` training are ignored, as they are no
-    result.
+    While a stage runs, its label precedes the name. Metrics measured `before` training are ignored, since they do not
+    describe its result.
     """
     name = min(metrics, key=metric_rank, default="")
     rank = metric_rank(name)
@@ -37,7 +37,7 @@ def key_metric(metrics: Mapping[str, float]) -> str:
 
 @lru_cache(maxsize=4096)  # a list of runs looks up the same names ten thousand times
 def metric_rank(name: str) -> int:
-    """Return the place in KEY_METRICS of the end of a metric's name; beyond the last if it is none of them."""
+    """Index in KEY_METRICS of the end of a metric's name; beyond the last if it is none of them."""
     if "before" not in name.split("/"):
         for rank, wanted in enumerate(KEY_METRICS):
             if name == wanted or name.endswith(f"/{wanted}"):

@@ -41,7 +41,7 @@ ATTACH_POLL_S = 0.25  # between looks at a key that another process computes
 
 
 class LazyRuntime:
-    """A `Runtime` that opens that of `config` at the first call, so that cached stages neither import nor start an engine."""
+    """A `Runtime` that opens the engines of `config` at the first call, so that cached stages start no engine."""
 
     def __init__(self, config: RuntimeConfig) -> None:
         self._config = config
@@ -64,7 +64,7 @@ class LazyRuntime:
         self._open().prewarm(trainer=trainer, sampler=sampler)
 
     def engines(self) -> dict[str, str]:
-        """Return the engines that were used; none before the first use."""
+        """The engines in use; none before the first call."""
         return {} if self._runtime is None else self._runtime.engines()
 
     def close(self) -> None:
@@ -87,7 +87,7 @@ class KeptRuntime:
         self._runtime: LazyRuntime | None = None
 
     def of(self, config: RuntimeConfig) -> LazyRuntime:
-        """Return the engines for a run with this configuration; those of another one are closed."""
+        """The engines for a run with this configuration; engines of another configuration are closed."""
         if self._runtime is None or config != self._config:
             self.close()
             self._config, self._runtime = config, LazyRuntime(config)
@@ -126,7 +126,7 @@ class LocalExecutor:
             threading.Thread(target=_prewarm, args=(self.runtime, needed), daemon=True, name="prewarm").start()
 
     def execute(self, spec: StageSpec, show_progress: Progress) -> StageOutcome:
-        """Return the result of another process that is computing the key, or compute it."""
+        """Wait for another process that is computing the key, or compute it, and return the result."""
         attached = None if self.context.options.forces(spec.label) else self._attach(spec)
         return attached or self._compute(spec, show_progress)
 
@@ -221,7 +221,7 @@ def _prewarm(runtime: LazyRuntime, needed: set[str]) -> None:
 
 
 def _waits_for_people(planned: Sequence[PlannedStage]) -> bool:
-    """Return whether the next stage waits for people, who have probably not judged enough yet."""
+    """Whether the next stage waits for people, who have probably not judged enough yet."""
     working = (stage for stage in planned if stage.decision.action not in ("HIT", "BLOCKED"))
     following = next((stage.spec.config for stage in working), None)
     return isinstance(getattr(following, "annotator", None), People)

@@ -17,7 +17,7 @@ DIGEST = re.compile(r"[0-9a-f]{12,64}")
 
 
 def named_profile(profile: str, overrides: Sequence[str], home: Home) -> PipelineConfig:
-    """Return the configuration of a shipped profile, of a file below the current folder, or of a kept one by its digest.
+    """Load the configuration of a shipped profile, of a file below the current folder, or of a kept one by its digest.
 
     Raises ConfigError for other files: who may fill in a form may not thereby read any file of this machine.
     """
@@ -44,7 +44,7 @@ def _kept(digest: str, home: Home) -> dict[str, Any]:
 
 
 def _is_inside(path: Path) -> bool:
-    """Return whether a path, with its links followed, is in the current folder or among the shipped profiles."""
+    """Whether a path, with its links followed, is in the current folder or among the shipped profiles."""
     try:
         real = Path(os.path.realpath(path))
     except ValueError:  # a name with a null character

@@ -32,14 +32,14 @@ logger = logging.getLogger(__name__)
 
 
 def store_of(config: PipelineConfig, home: Home) -> ArtifactStore:
-    """Return the store that a profile names, or the one in the state folder."""
+    """The store that a profile names, or the one in the state folder."""
     return ArtifactStore(store_root(config.store) if config.store else home.store)
 
 
 def plan_run(
     config: PipelineConfig, pipeline: Pipeline, options: RunOptions, *, store: ArtifactStore, here: bool = True
 ) -> list[PlannedStage]:
-    """Return the plan of a run with these options; a run that goes on after a wait forces no stage twice.
+    """Plan a run with these options. A run that is resumed after a wait forces no stage twice.
 
     Raises ConfigError for a store that this user cannot write to.
     """
@@ -78,7 +78,7 @@ def open_run(
         check_rewards(to_run, [stage.spec for stage in planned], load=True)
     for stage in planned:
         listener.planned(stage.label, stage.decision)
-    # Prefect's log of the run has what a terminal would show.
+    # Prefect's log of the run has the lines that a terminal would show.
     context = RunContext(config, options, store, tracker, Listeners(ProgressLines(), listener))
     executor = open_executor(context, runtime)
     try:
@@ -89,7 +89,7 @@ def open_run(
 
 
 def note_of(config: PipelineConfig, options: RunOptions, home: Home) -> RunNote:
-    """Return the note of a run, which `rlhf runs` lists."""
+    """The note of a run, which `rlhf runs` lists."""
     return new_note(
         home,
         config.name,
@@ -112,7 +112,7 @@ def open_executor(context: RunContext, runtime: LazyRuntime | None = None) -> St
 
 
 def open_tracker(config: PipelineConfig, home: Home, *, join: str = "") -> MlflowTracker:
-    """Return the MLflow tracker of a run; `join` is the token of a run that another process opened."""
+    """The MLflow tracker of a run; `join` is the token of a run that another process opened."""
     uri, place = tracking_uri(home), tracking_place(home)
     ours = place == home.mlflow_uri
     return MlflowTracker(
@@ -141,16 +141,16 @@ def import_tracker(home: Home) -> None:
 
 
 def is_watched(home: Home) -> bool:
-    """Return whether somebody may be watching: then even a fully cached run is recorded in Prefect and MLflow."""
+    """Whether somebody may be watching: then even a fully cached run is recorded in Prefect and MLflow."""
     return running(home) is not None or bool(os.environ.get("MLFLOW_TRACKING_URI")) or bool(user_prefect(home))
 
 
 def results_if_all_cached(
     planned: Sequence[PlannedStage], store: ArtifactStore, listener: Listener, *, strict: Strictness
 ) -> dict[str, ArtifactRef] | None:
-    """Return the artifacts by label, and report them to the listener, if every stage is still cached; else None.
+    """The artifacts by label, also reported to the listener, if every stage is still cached; else None.
 
-    A run with a gate that does not hold is none of these: it has to end as blocked, or to ask.
+    None as well for a run with a gate that does not hold, because it has to end as blocked, or to ask.
     """
     if any(stage.decision.action != "HIT" or not stage.gates_hold for stage in planned):
         return None

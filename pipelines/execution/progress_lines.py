@@ -15,7 +15,7 @@ PROGRESS_EVERY_S = 15.0
 
 
 class ProgressLines(Listener):
-    """Passes one line per event to `write`, by default to the log, which is also that of the flow run.
+    """Passes one line per event to `write`, by default to the log, which the flow run shares.
 
     A plan and metrics have no line: the decision comes with the start of a stage, and the most informative metric with
     its end.

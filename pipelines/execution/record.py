@@ -67,7 +67,7 @@ def record_results(
 
 
 def _with_head(page: Path, context: RunContext, name: str, links: Mapping[str, str]) -> str:
-    """Return a stage's report with the name, profile, date, seed and links of the run below its title."""
+    """A stage's report with the name, profile, date, seed and links of the run below its title."""
     facts = [name, context.options.profile, f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC", f"seed {context.config.seed}"]
     shown = [html.escape(fact) for fact in facts if fact]
     shown += [

@@ -62,7 +62,10 @@ def resume_flow_run(wanted: str, *, served: bool) -> Resumption:
 
 
 def _find(client: SyncPrefectClient, wanted: str) -> FlowRun | None:
-    """Return the run of our flow with this name, or whose id begins so; a shared server has runs of other flows and folders too."""
+    """Find the run of our flow by its name or the beginning of its id.
+
+    A shared server has runs of other flows and folders too.
+    """
     newest = read_newest(client)
     if not wanted:
         return next(filter(is_unfinished, newest), None)
@@ -82,7 +85,7 @@ def _find(client: SyncPrefectClient, wanted: str) -> FlowRun | None:
 
 
 def _is_called(flow_run: FlowRun, wanted: str) -> bool:
-    """Return whether this is the name of a run, or that of its profile, which begins it."""
+    """Whether a run has this name, or a profile of this name (the first word of the run's name)."""
     return flow_run.name == wanted or flow_run.name.startswith(f"{wanted} ")
 
 

@@ -1,4 +1,4 @@
-"""Refuse at the plan what a stage would refuse later: reward functions with an argument that nothing gives."""
+"""Reject reward functions with an argument that nothing supplies when a run is planned, not when their stage starts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OTHER_PROMPTS = ("suite_prompts", "synthesize", "mix")
 def check_rewards(specs: Sequence[StageSpec], all_specs: Sequence[StageSpec], *, load: bool = False) -> None:
     """Raise ConfigError for a reward function, of a stage that will run, with an argument that nothing gives.
 
-    With `load`, functions whose files alone do not tell are loaded in a process of their own.
+    With `load`, functions whose files alone do not tell their arguments are loaded in a separate process.
     """
     for spec in specs:
         for path, part in parts_of(spec.config, spec.name):

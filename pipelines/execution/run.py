@@ -1,6 +1,6 @@
 """Run a pipeline once: each stage, in order, is taken from the store or passed to the executor. No Prefect.
 
-Remember which stages a run has forced before it waits: when it goes on, they are not forced again.
+Stages that a run forced before it waited are remembered, so that they are not forced again when it resumes.
 
 The note belongs to the last run of a configuration. It is written when that run waits for people or for a higher budget, and
 removed when it has finished, or is blocked.
@@ -63,7 +63,7 @@ class ForcedStages(Stored):
 
 
 def still_forced(options: RunOptions, config: PipelineConfig, store: ArtifactStore, *, say: bool = False) -> RunOptions:
-    """Return the options without the stages that this run has forced before it waited; `say` logs which they are."""
+    """The options without the stages that this run has forced before it waited; `say` logs which they are."""
     note = stored_in(store.shared.recent(_forced(config)), ForcedStages)
     done = () if note is None else tuple(label for label in options.force if label in note.labels)
     left = tuple(label for label in options.force if label not in done)
@@ -80,9 +80,9 @@ def note_forced(
     finished: Collection[str],
     ended: BaseException | None,
 ) -> None:
-    """Write down which stages need not be forced again if the run waits; forget them if it has come to its end.
+    """Record the stages that need not be forced again if the run waits; discard the record when the run has ended.
 
-    After a failure or an interruption they stay as they were: what was forced before the last wait is done.
+    A failure or an interruption changes nothing: the stages forced before the last wait are finished.
     """
     done = [*options.forced, *(label for label in options.force if label in finished)]
     waits = isinstance(ended, (StageWaiting, RunOverBudget))
@@ -107,7 +107,7 @@ LONGEST_MESSAGE = 2000  # characters of an error in the request to a webhook
 
 
 def event_of(error: BaseException | None) -> Event | None:
-    """Return the event that an end of a run is; None for a run that was interrupted, which whoever did it knows."""
+    """The event for the end of a run; None for an interrupted run, since the person who interrupted it knows."""
     if error is None:
         return "finished"
     if isinstance(error, RunHalted):
@@ -137,7 +137,7 @@ def notify(config: NotifyConfig | None, error: BaseException | None, *, run: str
 
 
 def slack_text(event: Event, run: str, message: str, links: Mapping[str, str]) -> str:
-    """Return a notification in Slack's markup, with links to the pages; Slack requires `&`, `<` and `>` to be escaped.
+    """Format a notification in Slack's markup, with links to the pages; Slack requires `&`, `<` and `>` to be escaped.
 
     >>> slack_text("waiting", "mini", "steps 3 < 1000", {"prefect.url": "http://127.0.0.1:4200/runs/flow-run/1"})
     '*mini*: waiting\\nsteps 3 &lt; 1000\\n<http://127.0.0.1:4200/runs/flow-run/1|prefect>'
@@ -191,7 +191,7 @@ class PipelineRun:
         self.budget = Budget(config.budget, config.name, store.shared)
 
     def stage(self, spec: StageSpec, show_progress: Progress) -> StageOutcome:
-        """Return the outcome of a stage, from the store or by executing it; report the end to the listener.
+        """Take a stage from the store or execute it, and report its end to the listener.
 
         Raises StageHeld if a gate holds back an input.
         """
@@ -217,7 +217,7 @@ class PipelineRun:
         return outcome
 
     def directly(self, spec: StageSpec, kind: type[R]) -> R:
-        """Return the artifact of a stage that is run in this thread: a `RunStage` without Prefect."""
+        """Run a stage in this thread and return its artifact: a `RunStage` without Prefect."""
         ref = self.stage(spec, lambda *_: None).ref
         assert isinstance(ref, kind)
         return ref
@@ -256,7 +256,7 @@ class PipelineRun:
         decisions.ask(question, run=config.name, profile=profile_digest(config), links=self.links)
 
     def keys(self) -> list[str]:
-        """Return the keys of the stages that have finished."""
+        """Keys of the stages that have finished."""
         return [outcome.decision.key for outcome in self.outcomes.values()]
 
     def _execute(self, spec: StageSpec, show_progress: Progress) -> StageOutcome:
@@ -273,7 +273,7 @@ class PipelineRun:
 
 @dataclass(frozen=True)
 class GatedStages:
-    """A `RunStage` that judges the gates after each stage, and goes on without the stages that they hold back.
+    """A `RunStage` that judges the gates after each stage, and continues without the stages that they hold back.
 
     Raises ConfigError after `prepare_data` if a later stage needs a table that has no rows.
     """
@@ -300,7 +300,7 @@ class GatedStages:
 
 
 def billed(spec: StageSpec, config: PipelineConfig) -> StageSpec:
-    """Return the stage with what its record says besides its key: whose it is, and what it holds."""
+    """Add the billing fields of the record to a stage, outside of its key: pipeline, project, CPUs and GPUs."""
     cpus, gpus = cpus_of(spec, config.runtime), gpus_of(spec, config.runtime)
     return replace(spec, pipeline=config.name, project=config.project.name, cpus=cpus, gpus=gpus)
 
@@ -316,7 +316,7 @@ def run_stages(
 ) -> dict[str, ArtifactRef]:
     """Run the pipeline through `run_stage`; return the artifacts by label. The tracking run gets the true status.
 
-    `name` is that of the run, by default made of the profile's name and the overrides.
+    `name` is the run's name, by default made of the profile's name and the overrides.
 
     Raises RunHalted if gates hold back a part of the pipeline, or the budget is spent.
     """
@@ -354,12 +354,12 @@ def run_stages(
 
 
 def model_digests(results: Mapping[str, ArtifactRef]) -> dict[str, str]:
-    """Return the digests of the policies and reward models among the results of a run, by stage."""
+    """Digests of the policies and reward models among the results of a run, by stage."""
     return {label: ref.digest for label, ref in results.items() if isinstance(ref, (PolicyRef, RewardModelRef))}
 
 
 def state_of(ended: BaseException | None) -> str:
-    """Return the state of a run by the error that ended it, under the name that Prefect's pages show."""
+    """State of a run by the error that ended it, under the name that Prefect's pages show."""
     if ended is None:
         return COMPLETED
     if isinstance(ended, RunHalted):

@@ -52,12 +52,12 @@ class Measure:
 
 
 def stage_measures(store: ArtifactStore, ref: ArtifactRef, metrics: Mapping[str, float]) -> dict[str, Measure]:
-    """Return the measures of a finished stage: of each policy, if it compares policies, and the metrics of its record."""
+    """The measures of a finished stage: of each policy, if it compares policies, and the metrics of its record."""
     return of_metrics(metrics) | of_report(read_report(store.path(ref)))
 
 
 def of_metrics(metrics: Mapping[str, float]) -> dict[str, Measure]:
-    """Return the metrics of a record, those called `<name>_low` and `<name>_high` as the interval of `<name>`.
+    """Parse the metrics of a record; `<name>_low` and `<name>_high` become the interval of `<name>`.
 
     >>> of_metrics({"accuracy": 0.7, "accuracy_low": 0.6, "accuracy_high": 0.8})
     {'accuracy': Measure(mean=0.7, low=0.6, high=0.8)}
@@ -71,7 +71,7 @@ def of_metrics(metrics: Mapping[str, float]) -> dict[str, Measure]:
 
 
 def of_report(report: Mapping[str, Any]) -> dict[str, Measure]:
-    """Return `<policy>/<measure>` and `<policy>/source/<source>/<measure>` of the report of `evaluate`, {} for others."""
+    """`<policy>/<measure>` and `<policy>/source/<source>/<measure>` of the report of `evaluate`, {} for others."""
     found: dict[str, Measure] = {}
     for policy, row in report["policies"].items() if compares_policies(report) else ():
         parts = {"": row} | {f"source/{source}/": part for source, part in row.get("sources", {}).items()}
@@ -80,7 +80,7 @@ def of_report(report: Mapping[str, Any]) -> dict[str, Measure]:
 
 
 def of_row(row: Mapping[str, Any]) -> dict[str, Measure]:
-    """Return the measures of a policy, or of its answers to the prompts of one source."""
+    """Parse the measures of a policy, or of its answers to the prompts of one source."""
     return {name: _measure(row[name]) for name in OF_POLICIES if name in row}
 
 
@@ -90,7 +90,7 @@ def _measure(value: Mapping[str, float]) -> Measure:
 
 
 def read_report(folder: Path) -> dict[str, Any]:
-    """Return the content of the report in an artifact's folder; {} if there is none."""
+    """Read the report in an artifact's folder; {} if the file is missing."""
     path = folder / REPORT
     report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     return report
@@ -121,17 +121,17 @@ class Table:
     rows: list[list[str]]
 
     def markdown(self) -> str:
-        """Return the table in Markdown."""
+        """The table in Markdown."""
         return f"{markdown_table(self.headings, self.rows)}\n\n{self.caption}"
 
 
 def compares_policies(report: Mapping[str, Any]) -> bool:
-    """Return whether this is the report of `evaluate`, with a row per policy."""
+    """Whether this is the report of `evaluate`, with a row per policy."""
     return isinstance(report.get("policies"), Mapping)
 
 
 def results(report: Mapping[str, Any]) -> dict[str, Table]:
-    """Return the comparison of the policies in the report of `evaluate`, and that by the source of the prompts, if several."""
+    """Tables of the comparison of policies in the report of `evaluate`: overall, and by source if there are several."""
     policies, interval = report["policies"], f"mean [{report['settings']['level']:.0%} interval]"
     shown = {measure: title for measure, title in COLUMNS.items() if any(measure in row for row in policies.values())}
     rows = [
@@ -145,7 +145,7 @@ def results(report: Mapping[str, Any]) -> dict[str, Table]:
 
 
 def _by_source(policies: Mapping[str, Mapping[str, Mapping[str, Any]]], interval: str) -> Table:
-    """Return the first measure that there is, by policy and source."""
+    """A table of the first available measure, by policy and source."""
     measure = next(
         name for name in OF_POLICIES if any(name in part for row in policies.values() for part in row.values())
     )
@@ -171,7 +171,7 @@ def _shown(measure: str, value: Any) -> str:
 
 
 def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table in Markdown.
+    """Format a table in Markdown.
 
     >>> print(markdown_table(["stage", "why"], [["sft", "a | b"]]))
     | stage | why |
@@ -187,7 +187,7 @@ def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> st
 
 _HELD_OUT = tuple(f"held_out/{name}" for name in ("accuracy", "accuracy_low", "accuracy_high", "ece"))
 HEADLINES = (*_HELD_OUT, "reward/mean", "kl/per_sequence", "eval/loss")
-"""Metrics of a stage's record that are repeated on the pipeline's run, beside those of the policies."""
+"""Metrics of a stage's record that are repeated on the pipeline's run, in addition to the metrics of the policies."""
 RESULT = "_result"
 """Prefix of the metrics of a run's result. It sorts before the labels of stages, and is the same in all runs."""
 PAGE, GATE = "report.html", "gate.json"
@@ -197,7 +197,7 @@ _REFUSED = re.compile(r"[^\w\-. :/]")
 
 
 def shown_overrides(overrides: Sequence[str]) -> list[str]:
-    """Return overrides as they may be shown and kept: without those of `[notify]`, and with secrets hidden.
+    """Overrides that may be shown and stored: `[notify]` is left out, and secrets are hidden.
 
     >>> shown_overrides(["seed=18", "notify.url=https://host/T0/x", 'ppo.rewards.terms.judge.api_key="hunter2"'])
     ['seed=18', 'ppo.rewards.terms.judge.api_key=***']
@@ -222,7 +222,7 @@ def _without_secrets(override: str) -> str:
 
 
 def run_name(name: str, overrides: Sequence[str], token: str) -> str:
-    """Return the name of a tracking run: the profile's, its overrides, and a part of the run's own token.
+    """Compose the name of a tracking run: the profile's, its overrides, and a part of the run's own token.
 
     >>> run_name("tiny", ["ppo.kl.coef=0.1"], "3f2a91")
     'tiny ppo.kl.coef=0.1 (3f2a)'
@@ -236,7 +236,7 @@ def run_name(name: str, overrides: Sequence[str], token: str) -> str:
 
 
 def headline_metrics(outcomes: Mapping[str, StageOutcome], store: ArtifactStore) -> dict[str, float]:
-    """Return the numbers by which runs are compared: of the result, of each policy and model, and the costs."""
+    """Numbers by which runs are compared: of the result, of each policy and model, and the costs."""
     found = _numbers(RESULT, _result(outcomes, store)[1])
     for label, outcome in outcomes.items():
         metrics = of_metrics({name: outcome.metrics[name] for name in HEADLINES if name in outcome.metrics})
@@ -251,7 +251,7 @@ def headline_metrics(outcomes: Mapping[str, StageOutcome], store: ArtifactStore)
 
 
 def _numbers(prefix: str, measures: Mapping[str, Measure]) -> dict[str, float]:
-    """Return measures as metrics that a tracker accepts, the ends of their intervals as metrics of their own."""
+    """Convert measures to metrics that a tracker accepts; the ends of intervals become separate metrics."""
     found: dict[str, float] = {}
     for name, measure in measures.items():
         found[name] = measure.mean
@@ -261,7 +261,7 @@ def _numbers(prefix: str, measures: Mapping[str, Measure]) -> dict[str, float]:
 
 
 def _result(outcomes: Mapping[str, StageOutcome], store: ArtifactStore) -> tuple[str, dict[str, Measure]]:
-    """Return the name and the measures of the last policy that was compared, or of the last stage that has `HEADLINES`."""
+    """Name and measures of the last policy that was compared, or of the last stage that has `HEADLINES`."""
     for label, outcome in reversed(list(outcomes.items())):
         report = read_report(store.path(outcome.ref))
         rows = report["policies"].items() if compares_policies(report) else ()
@@ -275,9 +275,9 @@ def _result(outcomes: Mapping[str, StageOutcome], store: ArtifactStore) -> tuple
 
 
 def run_headline(outcomes: Mapping[str, StageOutcome], store: ArtifactStore) -> str:
-    """Return the result of a run in a line, such as `ppo gold 3.49 [3.34, 3.64]; champion v1`.
+    """Summarize the result of a run in a line, such as `ppo gold 3.49 [3.34, 3.64]; champion v1`.
 
-    "" if no stage has one of `HEADLINES` and none published a policy.
+    It is "" if no stage has a metric of `HEADLINES` and no stage published a policy.
     """
     name, measures = _result(outcomes, store)
     parts = [f"{name} {measure} {value}" for measure, value in list(measures.items())[:1]]
@@ -289,7 +289,7 @@ def run_headline(outcomes: Mapping[str, StageOutcome], store: ArtifactStore) -> 
 
 
 def description(outcomes: Mapping[str, StageOutcome], store: ArtifactStore) -> str:
-    """Return, in Markdown, the result, its table, and every finished stage with a link to the tracking run that made it."""
+    """Describe the run in Markdown: the result, its table, and every finished stage with a link to its tracking run."""
     result = run_headline(outcomes, store)
     parts = [f"**{result}**"] if result else []
     reports = (read_report(store.path(outcome.ref)) for outcome in outcomes.values())

@@ -37,7 +37,7 @@ TABLE_KEYS = ("recipe.", "rounds.")
 
 
 def check(steps: Sequence[Node]) -> None:
-    """Raise ValueError for a name that two steps have, and for an input that there is not or that is of another kind."""
+    """Raise ValueError for a name of two steps, and for an input that does not exist or is of another kind."""
     made = {name: step for step in steps for name in step.made}
     for step in steps:
         check_optimization(step, made)
@@ -55,7 +55,7 @@ def check(steps: Sequence[Node]) -> None:
         for name, names in step.reads().items():
             if not names and name not in step.may_be_empty:
                 raise ValueError(explain(f"{step.key}.{name}", "", "names no input", "name a step"))
-        for name, given in step.inputs.items():  # also one that is not read now: a misspelt name would wait there
+        for name, given in step.inputs.items():  # also inputs that are not read now: a misspelt name would stay
             for read in listed(given):
                 check_input(step, name, read, made)
     check_distillation(steps)
@@ -116,7 +116,7 @@ def check_pool(step: Node) -> None:
 
 
 def check_difficulty(step: Node, made: Mapping[str, Node]) -> None:
-    """Raise ValueError for prompts that are selected by a term that there is not, or by a reward that is normalized."""
+    """Raise ValueError for prompts that are selected by a missing term of the rewards, or by a normalized reward."""
     if not isinstance(step.config, PromptsInBand):
         return
     for name in rollouts_read(step):
@@ -138,7 +138,7 @@ def check_term(step: Node, term: str, scored: Node) -> None:
 
 @cache
 def warn_unread(key: str) -> None:
-    """Log once that no step reads what the step at `key` makes."""
+    """Log once that no step reads the result of the step at `key`."""
     logger.warning("%s: no other step reads what it makes", key)
 
 

@@ -50,7 +50,7 @@ class RunGroup(Protocol):
 
 
 def ungrouped(label: str, body: Callable[[], T], *, after: Iterable[ArtifactRef]) -> T:
-    """Run `body` where there is no graph to show."""
+    """Run `body` without a group: a plan has no graph to show."""
     return body()
 
 
@@ -61,12 +61,12 @@ class FindOutside(Protocol):
 
 
 def nothing_outside(key: str, name: str, kind: type[R]) -> R:
-    """Raise ConfigError: there is no store to look into."""
+    """Raise ConfigError: no store is open to look into."""
     raise ConfigError(key, name, "there is no store to look it up in", "name a step")
 
 
 def no_prompts(ref: PromptsRef) -> Sequence[Prompt]:
-    """Return no prompts: there is no store to read them from."""
+    """No prompts: no store is open to read them from."""
     return ()
 
 
@@ -160,7 +160,7 @@ class Stages:
 
 
 def inputs_of(stage: Stage[..., Any], config: Config, given: Mapping[str, GivenInput]) -> dict[str, StageInput]:
-    """Return the `given` inputs that the stage reads under `config`; raise TypeError if it has no such input."""
+    """The `given` inputs that the stage reads under `config`. Raises TypeError if it has no such input."""
     unknown = given.keys() - stage.inputs.keys()
     if unknown:
         raise TypeError(f"{stage.name}: has no input {', '.join(sorted(unknown))}")
@@ -190,12 +190,12 @@ def own_sampler_code(sampler: BaseSamplerConfig) -> dict[str, str]:
 
 
 def agents_of(config: Any) -> dict[str, AgentConfig]:
-    """Return the agents of a stage by their keys in its configuration."""
+    """Agents of a stage by their keys in its configuration."""
     return config.by_key if isinstance(config, AgentsBySource) else {}
 
 
 def agent_digests(config: Any, key: str) -> dict[str, str]:
-    """Return the digests of the files that an agent's behavior depends on; raise ConfigError if one is missing."""
+    """Digests of the files that an agent's behavior depends on. Raises ConfigError if one is missing."""
     files = {name: f"{key}.{part}" for part, agent in agents_of(config).items() for name in agent.read_files()}
     for name, part in files.items():
         if not Path(name).is_file():
@@ -204,7 +204,7 @@ def agent_digests(config: Any, key: str) -> dict[str, str]:
 
 
 def reward_functions(config: Any, key: str) -> dict[str, str]:
-    """Return dotted key -> function that a configuration names in a field called `function` or `gold`."""
+    """Dotted key -> function that a configuration names in a field called `function` or `gold`."""
     found: dict[str, str] = {}
     if isinstance(config, EpisodeLimits):
         for function in config.callables():
@@ -226,7 +226,7 @@ def reward_functions(config: Any, key: str) -> dict[str, str]:
 
 
 def _field_with(agent: EpisodeLimits, function: str) -> str:
-    """Return the field of an agent that names a function, or the file of one: `environment`, `tools[1]`, `file`."""
+    """The field of an agent that names a function, or the file of one: `environment`, `tools[1]`, `file`."""
     for name, value in agent:
         if isinstance(value, tuple) and function in value:
             return f"{name}[{value.index(function)}]"

@@ -21,15 +21,16 @@ class Opponents:
     previous: PolicyRef | None = None
 
     def of(self, policy: PolicyRef) -> PolicyRef | None:
-        """Return the opponent of a policy; that of the champion is the one before it, which it has beaten."""
+        """The opponent of a policy; for the champion itself it is the previous champion, which it has beaten."""
         return self.previous if self.current.digest == policy.digest else self.current
 
 
 def find_artifact(store: ArtifactStore, kind: type[R], name: str, *, given: str = "", outside: bool = True) -> R:
-    """Return the newest artifact with this name: `sft`, `prepare_data.base`, `3fa9c1d2`, or a folder's path.
+    """Find the newest artifact with this name: `sft`, `prepare_data.base`, `3fa9c1d2`, or a folder's path.
 
-    A label that was made several times means what that stage last made or found. Raises ArtifactError if no artifact of
-    `kind` has the name; it shows the name that was `given` for this one. Only if `outside`, paths of folders are names.
+    A label that was made several times means the last result that its stage made or found. Raises ArtifactError if no
+    artifact of `kind` has the name; the error shows the name that was `given` for this one. Paths of folders are
+    accepted only if `outside`.
     """
     label, _, part = name.partition(".")
     latest = store.latest(label)
@@ -63,5 +64,5 @@ def find_artifact(store: ArtifactStore, kind: type[R], name: str, *, given: str 
 
 
 def parts(ref: ArtifactRef) -> list[ArtifactRef]:
-    """Return the handles inside a handle: the tables and the base model of prepared data."""
+    """The handles inside a handle: the tables and the base model of prepared data."""
     return [value for _, value in ref if isinstance(value, ArtifactRef)]

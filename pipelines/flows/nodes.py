@@ -120,7 +120,7 @@ class Node:
         return DemonstrationsRef if declared is ArtifactRef else declared
 
     def kind_of(self, name: str) -> type[ArtifactRef]:
-        """The kind of artifact of one of the names in `made`: a step that prepares data makes several."""
+        """The kind of artifact of a name in `made`: a step that prepares data makes several kinds."""
         return PARTS.get(prepared_part(name)[1], self.output) if self.stage == "prepare_data" else self.output
 
     @property
@@ -236,7 +236,7 @@ def group(
 
 
 def expand(node: Node) -> Iterator[Node]:
-    """Yield the stages of a node in order: those of a group, the members of an ensemble, and exported policies."""
+    """Yield the stages of a node in order: stages of a group, members of an ensemble, and exported policies."""
     if node.stage in GROUPS:
         for one in GROUPS[node.stage].nodes(node.label, node.config, **node.inputs):
             below = re.sub(r"/round_\d+", "", one.label.removeprefix(node.label)).replace("/", ".")
@@ -258,7 +258,7 @@ def expand(node: Node) -> Iterator[Node]:
 
 
 def rewards_in(config: Config) -> dict[str, RewardsConfig]:
-    """The rewards of a node by key, also those of its scoring, its optimization and its independent evaluation."""
+    """The rewards of a node by key, including the rewards of its scoring, optimization and independent evaluation."""
     scoring, optimized, evaluated = (getattr(config, name, None) for name in ("score", "ppo", "evaluate"))
     found = {
         "rewards": getattr(config, "rewards", None),

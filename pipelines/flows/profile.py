@@ -65,7 +65,7 @@ class PipelineConfig(GraphConfig):
 
     @property
     def experiment(self) -> str:
-        """Return the name of the experiment in MLflow."""
+        """Name of the experiment in MLflow."""
         return f"{self.project.name}/{self.name}" if self.project.name else self.name
 
     @model_validator(mode="after")
@@ -135,7 +135,7 @@ class PipelineConfig(GraphConfig):
             raise ValueError(f"{step.path}.window_overlap = {config.window_overlap}: {rule}; raise max_tokens")
 
     def _check_teachers(self, distill: DistillationConfig) -> None:
-        """Raise ValueError for a teacher that no section makes, and for one that is the student."""
+        """Raise ValueError for a teacher that no section makes, and for a teacher that is also the student."""
         for name in distill.sections():
             key = (
                 f"distill.teachers.{name} = {distill.teachers[name]}"
@@ -148,7 +148,7 @@ class PipelineConfig(GraphConfig):
                 raise ValueError(f"{key}: the student starts from the same policy; name another policy")
 
     def _check_candidates(self, evaluate: EvaluationConfig) -> None:
-        """Raise ValueError for a baseline named like a policy or a stage, and for a judge's opponent that there is not."""
+        """Raise ValueError for a baseline named like a policy or a stage, and for a missing opponent of a judge."""
         taken = [*self.policies(), CHAMPION, "parent", "suites", "prompts"]
         for index, baseline in enumerate(evaluate.baselines):
             if baseline.name in taken:
@@ -168,7 +168,7 @@ class PipelineConfig(GraphConfig):
     def _check_compared(self, evaluate: EvaluationConfig) -> None:
         """Raise ValueError for a name in `parents` or `best_of` that no policy has, and for a parent that is not made.
 
-        Those of a policy whose section or round is taken away may stay: it is not compared.
+        Entries of a policy whose section or round was removed may stay: it is not compared.
         """
         made, compared = self._evaluated(), evaluate.evaluate
         sections = [name for name in POLICY_SECTIONS if name != "online"]  # whose policies are online_1, online_2, ...
@@ -209,7 +209,7 @@ class PipelineConfig(GraphConfig):
         return [*self.policies(), *([CHAMPION] if challenged else [])]
 
     def published(self) -> str:
-        """Return the policy that is published: the one that the profile names, or the last that no other is made from."""
+        """The published policy: the configured one, or the last policy from which no other is made."""
         if self.publish is not None and self.publish.policy:
             return self.publish.policy
         makers = [step for step in self.steps() if step.output is PolicyRef] if self.recipe or self.rounds else []
@@ -226,7 +226,7 @@ NAMES = ("name", "title", "after", "metric", "type", "path")
 
 
 def load_profile(profile: str | Path, overrides: Sequence[str] = ()) -> PipelineConfig:
-    """Return the configuration of a profile, by path or shipped name, with `dotted.key=value` overrides.
+    """Load the configuration of a profile, by path or shipped name, with `dotted.key=value` overrides.
 
     >>> load_profile("tiny/full", ["ppo.kl.coef=0.1"]).ppo.kl.coef
     0.1
@@ -235,12 +235,12 @@ def load_profile(profile: str | Path, overrides: Sequence[str] = ()) -> Pipeline
 
 
 def profile_table(profile: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the table of a profile as its files have it, with those that it extends, and with overrides."""
+    """Read the table of a profile, merged with the profiles that it extends, and with overrides."""
     return with_overrides(_read_tree(find_profile(profile), seen=()), overrides)
 
 
 def parse(tree: Mapping[str, Any], *, origin: str) -> PipelineConfig:
-    """Return the configuration of a parsed profile; errors name the dotted key, the rule and the remedy."""
+    """Parse the table of a profile; errors name the dotted key, the rule and the remedy."""
     try:
         return PipelineConfig.model_validate(tree)
     except ValidationError as error:
@@ -248,7 +248,7 @@ def parse(tree: Mapping[str, Any], *, origin: str) -> PipelineConfig:
 
 
 def with_overrides(table: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the table of a profile with `dotted.key=value` changes; raise ConfigError for one that cannot be made."""
+    """Apply `dotted.key=value` changes to the table of a profile. Raises ConfigError for an impossible change."""
     tree = copy.deepcopy(dict(table))
     for override in overrides:
         _apply(tree, override)
@@ -256,12 +256,12 @@ def with_overrides(table: Mapping[str, Any], overrides: Sequence[str]) -> dict[s
 
 
 def profile_digest(config: PipelineConfig) -> str:
-    """Return the digest of a configuration, which differs from others of the same name."""
+    """Digest of a configuration, which differs from others of the same name."""
     return sha256_text(config.model_dump_json())
 
 
 def find_profile(profile: str | Path) -> Path:
-    """Return the file of a profile: a path, or the name of a shipped one such as `tiny/full`."""
+    """Find the file of a profile: a path, or the name of a shipped one such as `tiny/full`."""
     name = str(profile)
     for candidate in _candidates(name, Path()):
         if _is_file(candidate):
@@ -274,7 +274,7 @@ def _candidates(name: str, folder: Path) -> list[Path]:
 
 
 def _nearest_profile(name: str, folder: Path) -> str:
-    """Return the remedy for a profile that is neither in `folder` nor shipped: the one that was probably meant, else all."""
+    """Suggest the profile that was probably meant, from `folder` or the shipped ones; else list all shipped ones."""
     place, stem, shipped = Path(name).parent, name.removesuffix(".toml"), profile_names()
     beside = {
         str(place / path.stem): str(place / path.name)
@@ -288,19 +288,19 @@ def _nearest_profile(name: str, folder: Path) -> str:
 
 
 def shipped_profiles() -> Path:
-    """Return the folder of the shipped profiles."""
+    """Folder of the shipped profiles."""
     return shipped("profiles")
 
 
 def shipped(name: str) -> Path:
-    """Return a folder that is shipped with the code: inside the installed package, or at the root of a checkout."""
+    """A folder that is shipped with the code: inside the installed package, or at the root of a checkout."""
     package = Path(__file__).resolve().parents[1]
     inside = package / name
     return inside if inside.is_dir() else package.parent / name
 
 
 def profile_names() -> list[str]:
-    """Return the names of the shipped profiles, such as `tiny/full`."""
+    """Names of the shipped profiles, such as `tiny/full`."""
     root = shipped_profiles()
     return sorted(str(path.relative_to(root).with_suffix("")) for path in root.rglob("*.toml"))
 
@@ -335,7 +335,7 @@ def _read_tree(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def _without_removed_steps(before: Mapping[str, Any], tree: dict[str, Any]) -> dict[str, Any]:
-    """Return the profile without what `evaluate` has on the policies of steps that it had `before` and has no more."""
+    """Remove entries of `evaluate` on the policies of steps that were there `before` and have been removed."""
     removed = "|".join(map(re.escape, _table_at(before, ["recipe"]).keys() - _table_at(tree, ["recipe"]).keys()))
     compared = dict(_table_at(tree, ["evaluate", "evaluate"]))
     for kind in {"parents", "best_of"} & compared.keys() if removed else ():
@@ -346,7 +346,7 @@ def _without_removed_steps(before: Mapping[str, Any], tree: dict[str, Any]) -> d
 
 
 def _with_current_names(tree: dict[str, Any], below: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a profile, or what is laid over the one `below`, with former keys under their present names."""
+    """Rename former keys of a profile, or of changes to the profile `below`, to their current names."""
     for *above, last in policy_tables(tree):
         tables, under = _table_at(tree, above), _table_at(below, above)
         if isinstance(tables.get(last), Mapping):
@@ -358,7 +358,7 @@ def _with_current_names(tree: dict[str, Any], below: Mapping[str, Any]) -> dict[
 
 
 def policy_tables(tree: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Return where a profile has the options of policy optimization."""
+    """The places where a profile has the options of policy optimization."""
     recipe = [("recipe", name) for name in _table_at(tree, ["recipe"])]
     return [*POLICY_TABLES, *recipe, *((*step, "ppo") for step in recipe)]
 
@@ -370,7 +370,7 @@ def _table_at(tree: Any, keys: Sequence[str]) -> Any:
 
 
 def _parse_toml(text: str) -> dict[str, Any]:
-    """Return the parsed TOML text; raise ValueError if it is invalid or exceeds the parser's limits."""
+    """Parse TOML text. Raises ValueError if it is invalid or exceeds the parser's limits."""
     try:
         return tomllib.loads(text)
     except RecursionError:
@@ -419,13 +419,13 @@ def _is_table_list(value: Any) -> TypeGuard[list[Mapping[str, Any]]]:
 
 
 def _merge_list(entries: Sequence[Mapping[str, Any]], changes: Mapping[str, Any], path: tuple[str, ...]) -> list[Any]:
-    """Return a list of tables with changes to those that the keys name; raise ConfigError for a name that none has."""
+    """Apply changes to a list of tables, by the names of its entries. Raises ConfigError for an unknown name."""
     changed = {_entry(entries, [name], value, ".".join(path))[0]: value for name, value in changes.items()}
     return list(_merge(dict(enumerate(entries)), changed, path).values())
 
 
 def _entry(entries: Sequence[Mapping[str, Any]], keys: Sequence[str], value: Any, dotted: str) -> tuple[int, int]:
-    """Return the place of the entry that the first keys name, or count from 0, and how many keys its name has."""
+    """Index of the entry that the first keys name, or count from 0, and how many keys its name has."""
     names = [entry_name(entry) for entry in entries]
     for used in range(len(keys), 0, -1):
         if names.count(".".join(keys[:used])) == 1:
@@ -441,7 +441,7 @@ def _entry(entries: Sequence[Mapping[str, Any]], keys: Sequence[str], value: Any
 
 
 def entry_name(entry: Mapping[str, Any]) -> str:
-    """Return the name of an entry of a list of tables, such as a gate; "" if it has none."""
+    """Name of an entry of a list of tables, such as a gate; "" if it has none."""
     key = _name_key(entry)
     return as_written(str(entry[key])) if key else ""
 
@@ -451,7 +451,7 @@ def _name_key(entry: Mapping[str, Any]) -> str:
 
 
 def _with_name(value: Any, before: Mapping[str, Any]) -> Any:
-    """Return a new entry of a list, under the name of the one before if it gives none."""
+    """A new entry of a list, under the name of the one before if it gives none."""
     key = _name_key(before)
     return {key: before[key], **value} if isinstance(value, Mapping) and key else value
 
@@ -466,14 +466,14 @@ def _check_entries(place: Sequence[str], named: Sequence[str], value: Any) -> No
 
 
 def _as_table(value: Any, keys: Sequence[str]) -> Any:
-    """Return the table that a bare name stands for: `loss = "ipo"` is `loss = {type = "ipo"}`; else the value."""
+    """Expand a bare name to the table that it stands for: `loss = "ipo"` is `loss = {type = "ipo"}`; else the value."""
     if isinstance(value, str) and any(tag_of(one)[0] == "type" for one in models_at(keys, PipelineConfig)):
         return by_type(value)
     return value
 
 
 def _spelled_as_below(key: Any, path: Sequence[str], below: Mapping[Any, Any]) -> Any:
-    """Return an option under the spelling, former or present, that the table below has; names chosen by users stay."""
+    """An option under the spelling, former or present, that the table below has; names chosen by users stay."""
     other = OTHER_SPELLING.get(key, key)
     if key in below or other not in below:
         return key
@@ -481,7 +481,7 @@ def _spelled_as_below(key: Any, path: Sequence[str], below: Mapping[Any, Any]) -
 
 
 def _of_another_type(table: Mapping[str, Any], changes: Mapping[str, Any]) -> bool:
-    """Return whether `changes` select another `type` or `stage`: the options of the previous one do not apply to it."""
+    """Whether `changes` select another `type` or `stage`: the options of the previous one do not apply to it."""
     return any(tag in changes and tag in table and changes[tag] != table[tag] for tag in ("type", "stage"))
 
 
@@ -518,7 +518,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
 
 
 def _keys(dotted: str) -> list[str]:
-    """Return the parts of a dotted key, of which some may be in quotes as in TOML.
+    """Split a dotted key into its parts, some of which may be quoted as in TOML.
 
     >>> _keys('gates."v1.2 final".value')
     ['gates', 'v1.2 final', 'value']
@@ -571,7 +571,7 @@ _PYTHON = re.compile(r"True|False|[+-]?(\d+\.|\d*\.\d+)([eE][+-]?\d+)?")
 
 
 def _value(key: str, text: str) -> Any:
-    """Return the value of `--set`: parsed as TOML, or as plain text if it is not TOML.
+    """Parse the value of `--set` as TOML, or as plain text if it is not TOML.
 
     >>> _value("lr", ".5"), _value("refresh", "True"), _value("policy", "sft")
     (0.5, True, 'sft')

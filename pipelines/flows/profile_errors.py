@@ -32,13 +32,13 @@ _WORDS = {
     r"at least (\d+) items? after validation, not (\d+)": r"\1 or more entries, and has \2",
     _TABLE: "a table",
 }
-"""Patterns of pydantic's words -> those of a profile."""
+"""Patterns of pydantic's words -> words of a profile."""
 ANY = "NAME"
 """A key that the profile chooses."""
 
 
 def first_error(error: ValidationError, tree: Mapping[str, Any], model: type[BaseModel], *, origin: str) -> str:
-    """Return the error message for an invalid profile: its first unknown key, else the first key that breaks a rule.
+    """Error message for an invalid profile: its first unknown key, else the first key that breaks a rule.
 
     `tree` is the parsed profile, `model` the target type, `origin` the source of the profile.
     """
@@ -90,7 +90,10 @@ def first_error(error: ValidationError, tree: Mapping[str, Any], model: type[Bas
 
 
 def _is_of_an_entry(one: Mapping[str, Any], whole: Mapping[str, Any]) -> bool:
-    """Return whether an error is about an entry of the list that `whole` is about: that says more than that the list is wrong."""
+    """Whether an error is about an entry of the list that `whole` is about.
+
+    Such an error says more than the error that the list is wrong.
+    """
     given, at = whole["input"], one["loc"][-1] if one["loc"] else None
     if not isinstance(given, list) or not isinstance(at, int) or one["loc"][:-2] != whole["loc"][:-1]:
         return False
@@ -102,7 +105,7 @@ def _holds_others(value: object) -> bool:
 
 
 def _rule(error: ValidationError, location: Sequence[int | str]) -> str:
-    """Return the rule of an option that takes several kinds of values: that of the kind it was given, else all of them."""
+    """The rule of an option with several kinds of values: the rule of the given kind, else the rules of all kinds."""
     rules = [one["msg"] for one in error.errors() if one["loc"][:-1] == location[:-1]]
     of_kind = [rule for rule in rules if not rule.startswith(_KIND)]
     return of_kind[0] if of_kind else _KIND + " or ".join(dict.fromkeys(rule.removeprefix(_KIND) for rule in rules))
@@ -111,7 +114,7 @@ def _rule(error: ValidationError, location: Sequence[int | str]) -> str:
 def check_removal(keys: Sequence[str], table: Mapping[Any, Any], model: type[BaseModel]) -> None:
     """Raise ConfigError unless the last of `keys`, which `table` does not have, is the name of an option.
 
-    Any other name is misspelt: what it should remove would stay.
+    Any other name is misspelt, and the intended key would stay.
     """
     if any(_is_name(keys, name) for name in _names(model)):
         return
@@ -122,7 +125,7 @@ def check_removal(keys: Sequence[str], table: Mapping[Any, Any], model: type[Bas
 
 
 def shown_value(key: str, value: Any) -> str:
-    """Return a profile's value for an error message: without secrets, and shortened to a paragraph."""
+    """Format a profile's value for an error message: without secrets, and shortened to a paragraph."""
     try:
         text = repr(hidden(key, value))
     except RecursionError:  # a dotted key may nest tables arbitrarily deep
@@ -131,7 +134,7 @@ def shown_value(key: str, value: Any) -> str:
 
 
 def _unknown_type(keys: Sequence[str], given: Any, tag: str, model: type[BaseModel]) -> str:
-    """Return the error for a table with another `tag`, such as `type`, than those that can stand there, or without one."""
+    """The error for a table whose `tag`, such as `type`, is unknown or missing; it lists the possible types."""
     found = dict.fromkeys(name for one in models_at(keys, model) for name in _values_of(one, tag, given))
     dotted = ".".join([*keys, tag])
     if tag not in given:
@@ -143,7 +146,7 @@ def _unknown_type(keys: Sequence[str], given: Any, tag: str, model: type[BaseMod
 
 
 def _values_of(model: type[BaseModel], tag: str, given: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the values of `tag` in a model, () if `given` has chosen another model by another tag."""
+    """Values of `tag` in a model, () if `given` has chosen another model by another tag."""
     fields = fields_of(model)
     for other in FIELD_OF:
         if other != tag and other in fields and given.get(other) not in (None, *get_args(fields[other].annotation)):
@@ -152,7 +155,7 @@ def _values_of(model: type[BaseModel], tag: str, given: Mapping[str, Any]) -> tu
 
 
 def _key_of_another_type(keys: Sequence[str], chosen: int | str, value: Any, others: Sequence[str], tag: str) -> str:
-    """Return the error for a key that `others`, types of the same table, have and the `chosen` one has not."""
+    """The error for a key that `others`, types of the same table, have and the `chosen` one has not."""
     dotted, table = ".".join(keys), ".".join(keys[:-1])
     named = " and ".join(filter(None, [", ".join(map(repr, others[:-1])), repr(others[-1])]))
     rule = f"is not an option of type {chosen!r} but of {named}"
@@ -162,7 +165,7 @@ def _key_of_another_type(keys: Sequence[str], chosen: int | str, value: Any, oth
 
 
 def _types_with(keys: Sequence[str], model: type[BaseModel], location: Sequence[int | str]) -> tuple[str, list[str]]:
-    """Return the types that can stand at the place of `keys` without the last and have this last key, and what chooses them.
+    """The types at the place of `keys[:-1]` that have the key `keys[-1]`, and the tag that selects them.
 
     The table of a step is compared with the types of its stage, which `location` names.
     """
@@ -175,7 +178,7 @@ def _types_with(keys: Sequence[str], model: type[BaseModel], location: Sequence[
 
 
 def models_at(keys: Sequence[str], model: type[BaseModel], tree: Any = None) -> list[type[BaseModel]]:
-    """The models that can stand at the place of `keys`, in the profile `tree` only those that its tables choose."""
+    """The possible models at the place of `keys`; with a profile `tree`, only the models that its tables choose."""
     models, is_named, in_list = [model], False, False
     for key in keys:
         known = [fields_of(one) for one in models]
@@ -205,14 +208,14 @@ def fields_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
 
 
 def _real_keys(location: Sequence[int | str], tree: Any, model: type[BaseModel], given: Any) -> list[str]:
-    """Return the keys of `location` that are in the file, for an error about the value `given`.
+    """The keys of `location` that are in the file, for an error about the value `given`.
 
     Pydantic adds the tag of each union behind the union's key, and the kind of value that the union takes.
     """
     keys: list[str] = []
     is_behind_tag = False
     for position, key in enumerate(location):
-        # A name that the profile chooses, as in [recipe.sft], may be that of a type.
+        # A name that the profile chooses, as in [recipe.sft], may also be the name of a type.
         owners = [fields_of(one) for one in models_at(keys[:-1], model)] if keys else []
         is_name = any(get_origin(one[keys[-1]].annotation) is dict for one in owners if keys[-1] in one)
         tags = [] if is_behind_tag or is_name else [name for one in models_at(keys, model) for name in tag_of(one)[1]]
@@ -260,7 +263,7 @@ def _nearest(keys: Sequence[str], model: type[BaseModel], tree: Mapping[str, Any
 
 
 def _with_names(name: Sequence[str], keys: Sequence[str]) -> tuple[str, ...]:
-    """Return an option with the names that `keys` have in place of `ANY`, if it has as many parts."""
+    """An option with the names that `keys` have in place of `ANY`, if it has as many parts."""
     return (
         tuple(key if part == ANY else part for part, key in zip(name, keys, strict=True))
         if len(name) == len(keys) and all(part in (key, ANY) for part, key in zip(name[:-1], keys, strict=False))

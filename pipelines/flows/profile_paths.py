@@ -1,4 +1,4 @@
-"""Find the files that a profile names: beside the profile, as for `extends`, and only then in the current folder."""
+"""Find the files that a profile names: in the profile's folder, as for `extends`, and only then in the current one."""
 
 import logging
 import re
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 KEYS = ("path", "file", "files", "folders", "chat_template", "rubric_file", "include_path")
 """Keys whose texts are paths; elsewhere `file.py:name` alone is one."""
 OF_USER_CODE = ("arguments", "reset_arguments", "variables")
-"""Tables that are handed to the user's code as they are."""
+"""Tables that are passed to the user's code unchanged."""
 OF_NAMES = (
     "recipe",
     "terms",
@@ -26,23 +26,23 @@ OF_NAMES = (
     "reward_models",
     "pools",
 )
-"""Tables whose keys are names that the profile chooses, which may be those of options."""
+"""Tables whose keys are names that the profile chooses, which may equal names of options."""
 FUNCTION = re.compile(r"[^\s:]+\.py:\w+")
 SUFFIXES = (".py", ".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".gz", ".zst", ".txt", ".md", ".jinja")
 """Ends of names of files, which no name of a model or data set on the Hub has."""
 
 
 def relative_to_profile(tree: Any, folder: Path) -> Any:
-    """Return a parsed profile of `folder` whose relative paths are read from there, whatever the current folder is.
+    """Resolve the relative paths of a parsed profile against its `folder`, independent of the current folder.
 
-    `pairs.jsonl` becomes `<folder>/./pairs.jsonl`: keys of stages have what follows `/./`, so they do not depend on the
-    folder. A file that only the current folder has is used, with a warning.
+    `pairs.jsonl` becomes `<folder>/./pairs.jsonl`: keys of stages contain only the part after `/./`, so they do not
+    depend on the folder. A file that only the current folder has is used, with a warning.
     """
     return _with_paths(tree, lambda text: _found(text, folder))
 
 
 def as_read_from(folder: Path, table: Mapping[str, Any]) -> dict[str, Any]:
-    """A profile that was read in the current folder, with its relative paths as they are from another folder."""
+    """Rewrite the relative paths of a profile that was read in the current folder, so that they hold from `folder`."""
     here = Path.cwd()
     if here == folder:
         return dict(table)

@@ -1,4 +1,4 @@
-"""Make the JSON Schema by which editors complete a profile; `load_profile` is what checks it."""
+"""Make the JSON Schema by which editors complete a profile; only `load_profile` validates a profile."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +15,7 @@ ENTRIES = {"type": "object", "description": "Changes to entries of the extended 
 
 
 def profile_schema() -> dict[str, Any]:
-    """Return the JSON Schema of a profile file: the keys of `PipelineConfig`, in the forms that a file may have.
+    """The JSON Schema of a profile file: the keys of `PipelineConfig`, in the forms that a file may have.
 
     A file that extends another one needs no key, removes one with `"none"`, and changes entries of a list by their names; a
     table may be the bare name of its type.
@@ -29,7 +29,7 @@ def profile_schema() -> dict[str, Any]:
 
 
 def _as_written(schema: Any) -> Any:
-    """Return a schema without required keys, and with what a file may have in place of a value."""
+    """Adapt a schema to files: no required keys, and alternatives that a file may write in place of a value."""
     if isinstance(schema, list):
         return [_as_written(one) for one in schema]
     if not isinstance(schema, Mapping):
@@ -53,7 +53,7 @@ def _as_written(schema: Any) -> Any:
 
 
 def _or_removed(field: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of a key's value, or "none", or the changes to a list of tables, or the name of a type."""
+    """The schema of a key's value, or "none", or the changes to a list of tables, or the name of a type."""
     described = {key: field[key] for key in ("description", "default") if field.get(key) is not None}
     value = _as_written({key: one for key, one in field.items() if key not in described})
     others: list[dict[str, Any]] = [{"const": "none"}]

@@ -15,18 +15,18 @@ _BARE = re.compile(r"[\w-]+", re.ASCII)
 
 
 def as_table(config: BaseModel) -> dict[str, Any]:
-    """Return a profile, or one of its sections, as a file has it: without empty keys, and with present names alone."""
+    """Convert a profile, or a section, to the table of a file: no empty keys, and only current names."""
     return config.model_dump(mode="json", exclude_none=True, by_alias=True, context=PRESENT_NAMES)
 
 
 def as_toml(config: BaseModel) -> str:
-    """Return the keys that a configuration was given, as a profile; secrets are hidden, and `[notify]` is left out."""
+    """The keys that a configuration was given, as a profile; secrets are hidden, and `[notify]` is left out."""
     table = _given(as_table(config), config)
     return "\n".join(_tables("", hidden("profile", {key: value for key, value in table.items() if key != "notify"})))
 
 
 def toml_literal(value: Any) -> str:
-    """Return the text of a value in a profile or in `--set`.
+    """Format a value for a profile or for `--set`.
 
     >>> toml_literal({"path": "a.jsonl", "use": [0.5, True]})
     '{path = "a.jsonl", use = [0.5, true]}'
@@ -41,7 +41,7 @@ def toml_literal(value: Any) -> str:
 
 
 def _given(table: Any, config: Any) -> Any:
-    """Return the part of a configuration's table that is no default."""
+    """The part of a configuration's table that differs from the defaults."""
     if isinstance(config, BaseModel):
         names = {field.alias or name: name for name, field in type(config).model_fields.items()}
         given = {key: names[key] for key in table if names[key] in config.model_fields_set}

@@ -1,4 +1,4 @@
-"""Check the sources that the options of steps name against those of the data, before anything runs."""
+"""Check the sources named in the options of steps against the sources of the data, before anything runs."""
 
 from collections.abc import Mapping, Sequence
 
@@ -86,7 +86,7 @@ def check_mix(step: Node, made: Mapping[str, Node], data: DataConfig) -> None:
 
 
 def sources_of(name: str, made: Mapping[str, Node], data: DataConfig) -> tuple[set[str], bool] | None:
-    """Return the sources that the prompts or demonstrations called `name` may have, and whether all of them are there.
+    """Sources that the prompts or demonstrations called `name` may have, and whether all of them are there.
 
     None if the profile does not decide them. Steps on the way may leave out all rows of a source.
     """
@@ -114,7 +114,7 @@ def sources_of(name: str, made: Mapping[str, Node], data: DataConfig) -> tuple[s
 
 
 def data_sources(data: DataConfig, table: str) -> set[str]:
-    """Return the sources that the rows of a table of the prepared data may have.
+    """Sources that the rows of a table of the prepared data may have.
 
     >>> data_sources(InstructionsWorld(), "prompts")
     {'instructions/seen'}

@@ -1,7 +1,7 @@
 """The steps of a pipeline and their order: the sections of a profile, the tables `[recipe.NAME]`, and rounds of tables.
 
-Each is read as a node (`pipelines.flows.nodes`) with its inputs by name. Names are those of other nodes and of the parts of the
-prepared data. The order of tables in the file does not matter.
+Each is read as a node (`pipelines.flows.nodes`) with its inputs by name. Inputs are named after other nodes, or after
+parts of the prepared data. The order of tables in the file does not matter.
 """
 
 import logging
@@ -82,8 +82,8 @@ class GraphConfig(Config):
     ppo: PPOSection | None = None
     distill: DistillationSection | None = None
     recipe: dict[StepName, RecipeStep] = added_option({})
-    """Steps by name, each a stage with its options and its inputs by name, beside the sections or instead of them
-    (docs/recipes.md)."""
+    """Steps by name, each a stage with its options and its inputs by name, in addition to the sections or instead of
+    them (docs/recipes.md)."""
     rounds: dict[StepName, RoundsConfig] = added_option({})
     """Steps that are repeated, by the name of the rounds. `NAME.STEP` is the step of the last round (docs/recipes.md)."""
 
@@ -96,7 +96,7 @@ class GraphConfig(Config):
         shared = {name: value for name, value in tree["prepare_data"].items() if name in SHARED}
 
         def with_shared(table: Any) -> Any:
-            """A table in which each step that prepares data, also one of rounds, has what is shared."""
+            """A table in which each step that prepares data, also in rounds, has the shared options."""
             if not isinstance(table, Mapping):
                 return table
             given = shared if table.get("stage") == "prepare_data" else {}
@@ -107,8 +107,9 @@ class GraphConfig(Config):
     def steps(self) -> list[Node]:
         """The sections, tables and rounds as nodes, each after the nodes that it reads.
 
-        Sections come in the order of the lifecycle, tables of the recipe in that of the file, then rounds. Raises ValueError
-        for a recipe without such an order, and for an input that does not exist or is of another kind.
+        Sections come in the order of the lifecycle, then tables of the recipe in the order of the file, then rounds.
+        Raises ValueError for a recipe without such an order, and for an input that does not exist or is of another
+        kind.
         """
         sections = list(section_steps(self))
         others = {*self.recipe, *(name for step in sections for name in step.made)}
@@ -122,7 +123,7 @@ class GraphConfig(Config):
         return in_order(steps)
 
     def judge(self) -> str:
-        """Return the reward model by which policies are compared: the one called `reward_model`, or the only one."""
+        """The reward model by which policies are compared: the one called `reward_model`, or the only one."""
         steps = self.steps()
         scoring, starts = (
             {name for step in steps for name in listed(step.inputs.get(kind, ""))}
@@ -133,7 +134,7 @@ class GraphConfig(Config):
         return "reward_model" if "reward_model" in models else models[0] if len(models) == 1 else ""
 
     def policies(self) -> list[str]:
-        """Return the names of the policies that this pipeline makes and evaluates, in order."""
+        """Names of the policies that this pipeline makes and evaluates, in order."""
         return ["base", *policies_of(self.steps())]
 
 
@@ -273,7 +274,7 @@ def mixed(key: str, name: str, options: Mapping[str, Any]) -> MixConfig:
 
 def tables_of(key: str, given: Any) -> tuple[dict[str, str], dict[str, float]]:
     """The names of an input that takes several tables, and their shares, which are empty if all rows are taken."""
-    if isinstance(given, AllRounds):  # those of a step in rounds have been replaced by the names of its tables
+    if isinstance(given, AllRounds):  # inputs of a step in rounds have been replaced by the names of its tables
         rule = "only a step of [rounds.NAME] has earlier rounds"
         raise ValueError(explain(key, {"all": given.all}, rule, "name one table, a list of tables, or shares"))
     if isinstance(given, str):
@@ -406,7 +407,7 @@ def check_used(config: RoundsConfig, key: str, used: str, shown: object) -> None
 
 
 def in_order(steps: Sequence[Node]) -> list[Node]:
-    """Return the steps in an order in which each comes after those that it reads, and else in the given one.
+    """Sort the steps so that each comes after the steps that it reads, and otherwise keep their order.
 
     Raises ValueError for a cycle.
     """
@@ -426,12 +427,15 @@ def in_order(steps: Sequence[Node]) -> list[Node]:
 
 
 def read_steps(step: Node, makers: Mapping[str, Node]) -> list[Node]:
-    """Return the steps that a step reads from."""
+    """The steps that a step reads from."""
     return [makers[name] for name in step.reads_names() if name in makers]
 
 
 def cycle(steps: Sequence[Node], makers: Mapping[str, Node]) -> list[str]:
-    """Return the names along a cycle among `steps`, all of which read another one of them; first and last are the same."""
+    """Find a cycle among `steps` and return the names along it; first and last are the same.
+
+    Each step must read another step of `steps`.
+    """
     path = [steps[0]]
     while path[-1] not in path[:-1]:
         path.append(next(maker for maker in read_steps(path[-1], makers) if maker in steps))
@@ -439,7 +443,7 @@ def cycle(steps: Sequence[Node], makers: Mapping[str, Node]) -> list[str]:
 
 
 def drawn(steps: Sequence[Node]) -> Iterator[str]:
-    """Yield a line for each step with what it reads: the graph as `rlhf plan` shows it."""
+    """Yield a line for each step with its inputs: the graph as `rlhf plan` shows it."""
     width = max((len(step.label) for step in steps), default=0)
     for step in steps:
         yield f"{step.label:<{width}} <- {', '.join(step.reads_names()) or 'outside'} ({step.stage})"

@@ -45,7 +45,7 @@ class GateConfig(Config):
         return self.name or self.after
 
     def holds(self, found: float) -> bool:
-        """Return whether the condition holds for a number; it never holds for NaN."""
+        """Whether the condition holds for a number; it never holds for NaN."""
         return self.value is not None and OPERATORS[self.op](found, self.value)
 
     @model_validator(mode="after")
@@ -67,7 +67,7 @@ class PricesConfig(Config):
     gpu: float = Field(0.0, ge=0)
     """Price of an hour of one GPU that the engines of a stage hold."""
     machine: float = Field(0.0, ge=0)
-    """Price of an hour of an executed stage, whatever it holds: the machine, with its CPUs and disks."""
+    """Price of an hour of an executed stage, regardless of its devices: the machine, with its CPUs and disks."""
 
 
 class BudgetConfig(Config):
@@ -82,7 +82,7 @@ class BudgetConfig(Config):
     prices: PricesConfig = PricesConfig()
     """Prices of an hour by kind of device; judges behind an address and people are not among them."""
     comparisons: int | None = Field(None, ge=0)
-    """Maximum number of pairs for people or judges, over all rounds; those of suites are not counted."""
+    """Maximum number of pairs for people or judges, over all rounds; pairs of suites are not counted."""
 
     @model_validator(mode="after")
     def _check_prices(self) -> BudgetConfig:
@@ -94,7 +94,7 @@ class BudgetConfig(Config):
 
 
 class ProjectConfig(Config):
-    """What the runs of a profile belong to, in a store and on servers that several projects share."""
+    """The project that the runs of a profile belong to, in a store and on servers that several projects share."""
 
     name: str = Field("", pattern=r"^[\w.-]*$", max_length=100)
     """Name of the project: on records, as the tag `project:NAME` in Prefect, and before the name of the experiment in MLflow."""
@@ -109,12 +109,12 @@ class ProjectConfig(Config):
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """Return the tags of its runs in Prefect."""
+        """Tags of its runs in Prefect."""
         return (f"project:{self.name}",) if self.name else ()
 
 
 class DeploymentsConfig(Config):
-    """What runs on one Prefect server share."""
+    """Settings that the deployments on one Prefect server share."""
 
     limits: dict[str, Annotated[int, Field(ge=1, le=10_000)]] = {}
     """Stage, such as `ppo` -> in how many runs at a time it is computed; further ones wait. On the server these are the
@@ -131,7 +131,7 @@ class DeploymentsConfig(Config):
 
 
 class TrackConfig(Config):
-    """Trackers that get the metrics of stages beside MLflow, which stays the record."""
+    """Trackers that get the metrics of stages in addition to MLflow, which stays the record."""
 
     also: tuple[Literal["wandb", "tensorboard"], ...] = ()
     """Trackers to write to offline, in `trackers/NAME` of the state folder; they need the extra `trackers`."""

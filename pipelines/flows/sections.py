@@ -46,7 +46,7 @@ class RewardModelSection(RewardModelConfig):
     """Trains several reward models. Not part of the key, because each member's number and kind are."""
 
     def stage_configs(self, name: str = "reward_model") -> dict[str, RewardModelConfig]:
-        """Return the configuration of each reward model by its label, which begins with the `name` of the step.
+        """Configuration of each reward model by its label, which begins with the `name` of the step.
 
         >>> list(RewardModelSection(ensemble=RewardEnsembleConfig(members=2)).stage_configs())
         ['reward_model/1', 'reward_model/2']
@@ -103,7 +103,7 @@ class OfflineDPOConfig(DPOConfig):
 
 
 class RoundsFrom(Config):
-    """Rounds and their first policy, in this order also where the other options are in a class of their own."""
+    """Rounds and their first policy, in this order even where another class holds the other options."""
 
     rounds: int
     start_from: str
@@ -153,7 +153,7 @@ class OnlineRounds(Config):
 
     @property
     def uses_demonstrations(self) -> bool:
-        """Return whether demonstrations are mixed into the updates of PPO."""
+        """Whether demonstrations are mixed into the updates of PPO."""
         return self.ppo is not None and self.ppo.ptx is not None
 
     @model_validator(mode="after")
@@ -222,7 +222,7 @@ class DistillationConfig(DistillConfig):
         return self
 
     def sections(self) -> list[str]:
-        """Return the sections whose policies are teachers.
+        """Sections whose policies are teachers.
 
         >>> DistillationConfig(teachers={"sft": 1.0, "ppo": 2.0}).sections(), DistillationConfig().sections()
         (['sft', 'ppo'], ['ppo'])
@@ -250,9 +250,9 @@ class EvaluationConfig(Config):
     """Sampling of the answers. A policy in `evaluate.best_of` answers each prompt as often as given there."""
     evaluate: EvaluateConfig = EvaluateConfig()
     suites: tuple[Suite, ...] = added_option(())
-    """Further measures of every policy, each a stage of its own, in a report over all of them (docs/evaluation.md)."""
+    """Further measures of every policy, each a separate stage, in a report over all of them (docs/evaluation.md)."""
     baselines: tuple[BaselineConfig, ...] = added_option(())
-    """Policies from outside that the suites measure beside those of the pipeline."""
+    """Policies from outside that the suites measure alongside the policies of the pipeline."""
 
     @model_validator(mode="after")
     def _check_suites(self) -> EvaluationConfig:

@@ -34,12 +34,12 @@ from stages.sft import SFTConfig
 from stages.table import STAGES
 
 Name: TypeAlias = Annotated[str, OPERATIONAL]
-"""The name of an input; "" for the one that the text of its field describes."""
+"""The name of an input; "" for the default that the text of its field describes."""
 StepName: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w-]*$")]
 
 
 class AllRounds(Config):
-    """The results of a step of all rounds so far, and that of `start`."""
+    """The result of `start`, and the results of a step in all rounds so far."""
 
     all: str
     """Name of the step."""
@@ -67,11 +67,11 @@ def check_tables(value: Any) -> Any:
 TableNames: TypeAlias = Annotated[
     str | tuple[str, ...] | dict[str, float] | AllRounds, BeforeValidator(check_tables), OPERATIONAL
 ]
-"""A table of rows: one name, a list of names for all rows of several, their shares, or those of all rounds."""
+"""A table of rows: one name, a list of names for all rows of several, their shares, or the tables of all rounds."""
 Names: TypeAlias = Annotated[
     tuple[str, ...] | AllRounds | dict[str, str], Field(union_mode="left_to_right"), OPERATIONAL
 ]
-"""Several inputs: a list of names, a table of names by the name that the stage uses, or those of all rounds."""
+"""Several inputs: a list of names, a table of names by the name that the stage uses, or the results of all rounds."""
 Pool: TypeAlias = Annotated[str | Names, Field(union_mode="left_to_right"), OPERATIONAL]
 """Rollouts of one policy, or of several."""
 TABLES = (DemonstrationsRef, PreferencesRef, PromptsRef, StepsRef)
@@ -187,7 +187,10 @@ def table_class(title: str, options: type[Config], fields: Mapping[str, Any], ab
 
 
 def section_table(title: str, stage: Stage[..., Any], options: type[Config]) -> type[Config]:
-    """The class of a section: its options, and the tables whose rows it reads. Its other inputs are those of the lifecycle."""
+    """The class of a section: its options, and the tables whose rows it reads.
+
+    Its other inputs follow the lifecycle.
+    """
     read = {
         name: field_of(stage.name, name, row)
         for name, row in table_inputs(stage)
@@ -224,12 +227,12 @@ def own_stage(path: str) -> Stage[..., Any]:
 
 @cache
 def own_tables(path: str) -> TypeAdapter[Any]:
-    """What reads the tables of a stage that is named by path."""
+    """The validator for tables of a stage that is named by path."""
     return TypeAdapter(union(stage_tables(own_stage(path)), "type"))
 
 
 def read_step(table: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-    """Read a table of a recipe: by the declaration that it names, or as one of our stages and groups."""
+    """Read a table of a recipe: by the declaration that it names, or as a built-in stage or group."""
     if isinstance(table, Mapping) and is_path(table.get("stage")):
         return own_tables(table["stage"]).validate_python(table)
     return table if isinstance(table, Config) and is_path(getattr(table, "stage", "")) else handler(table)

@@ -53,7 +53,7 @@ AWAY_S = 60.0
 
 
 def artifact_key(*parts: str) -> str:
-    """Return a key that Prefect accepts: lower-case letters, digits and dashes.
+    """A key that Prefect accepts: lower-case letters, digits and dashes.
 
     >>> artifact_key("stage", "iterative_dpo/round_1/dpo")
     'stage-iterative-dpo-round-1-dpo'
@@ -62,7 +62,10 @@ def artifact_key(*parts: str) -> str:
 
 
 class Curves:
-    """The curves of a stage, read from the file of its metrics, which grows while the stage runs in whatever process."""
+    """The curves of a stage, read from the file of its metrics.
+
+    The file grows while the stage runs, in this or another process.
+    """
 
     def __init__(self, attempt: Callable[[], attempts.AttemptFolder]) -> None:
         self._attempt = attempt
@@ -70,7 +73,7 @@ class Curves:
         self._values: dict[str, list[float]] = {}
 
     def markdown(self) -> str:
-        """Return first and last values and a curve of each of `CURVES` that was recorded; "" without one."""
+        """Format first and last values and a curve of each of `CURVES` that was recorded; "" without one."""
         self._update()
         shown = [
             [heading, readable(values[0], 3), f"**{readable(values[-1], 3)}**", sparkline(values)]
@@ -106,7 +109,7 @@ class Curves:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Return a curve of blocks, each the mean of the values at its place.
+    """Draw a curve of blocks, each the mean of the values at its place.
 
     >>> sparkline([0.0, 1.0, 2.0, 7.0])
     '▁▂▃█'
@@ -141,7 +144,7 @@ def show_stage(spec: StageSpec, outcome: StageOutcome, curves: Curves) -> None:
 
 
 def sample_block(row: Mapping[str, str]) -> str:
-    """Return a sample as a block of code, in which no text is read as Markdown or HTML.
+    """Format a sample as a block of code, in which no text is read as Markdown or HTML.
 
     >>> print(sample_block({"prompt": "Hello\\n# there", "reward": "1.0"}))
     <BLANKLINE>
@@ -162,7 +165,7 @@ def show_plan(rows: list[tuple[str, Decision]]) -> None:
 
 
 def show_results(name: str, description: str, page: str) -> None:
-    """Attach the results of the run to the flow run: the table with intervals, and links to what its stages made."""
+    """Attach the results of the run to the flow run: the table with intervals, and links to the stages' results."""
     text = f"# {name}\n\n[MLflow run]({page})\n\n{description}"
     _quietly(create_markdown_artifact, 1, key="results", markdown=text)
 
@@ -181,14 +184,14 @@ def show_halt(error: RunHalted, *, run: str) -> None:
 
 
 def _form(key: str) -> str:
-    """Return the address of the form of `rlhf-pipeline/approve`."""
+    """Address of the form of `rlhf-pipeline/approve`."""
     with get_client(sync_client=True) as client:
         deployment = client.read_deployment_by_name(f"{FLOW_NAME}/approve")
     return f"{PREFECT_UI_URL.value()}/deployments/deployment/{deployment.id}/run"
 
 
 def _answers(form: str, question: Question, run: str, store: str) -> str:
-    """Return links to the form with everything filled in but who decides and why."""
+    """Links to the form with everything filled in except the person and the reason."""
     links = []
     for decision in get_args(Answer):
         filled = {"run": run, "gate": question.gate, "decision": decision, "question": question.id}
@@ -259,7 +262,7 @@ class _Away:
 def _quietly(call, retries=0, **arguments):  # type: ignore[no-untyped-def]  # five functions without a common type
     """Call a Prefect function and log its errors: a failed page update must neither end nor delay a stage of hours.
 
-    `retries` is for what is shown once, and would be missing for ever after a moment in which the database was busy.
+    `retries` is for pages that are written once, and would stay empty if the database was busy at that moment.
     """
     if not retries and time.monotonic() < _Away.until:
         return None
@@ -274,7 +277,7 @@ def _quietly(call, retries=0, **arguments):  # type: ignore[no-untyped-def]  # f
 
 
 def _with_retries(retries: int) -> SettingsContext:
-    """Return Prefect's settings with another number of retries. Its own `temporary_settings` checks all settings anew."""
+    """Prefect's settings with another number of retries. Its own `temporary_settings` checks all settings anew."""
     active = get_settings_context()
     client = active.settings.client.model_copy(update={"max_retries": retries})
     return SettingsContext(profile=active.profile, settings=active.settings.model_copy(update={"client": client}))

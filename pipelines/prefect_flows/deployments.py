@@ -75,7 +75,7 @@ SAVE_TIMEOUT_S = 25.0
 
 
 def deployments() -> list[Any]:
-    """Return the deployments; the forms of stages are filled from the tiny profiles, so that each can run unchanged."""
+    """List the deployments; the forms of stages are filled from the tiny profiles, so that each can run unchanged."""
     profile = load_profile("tiny/full")
     forms: dict[str, tuple[Flow[..., Any], dict[str, Any]]] = {
         _dashed(name): (flow, {"settings": _settings(profile)})
@@ -93,12 +93,12 @@ def deployments() -> list[Any]:
 
 @cache
 def initial_parameters() -> dict[str, dict[str, Any]]:
-    """Return deployment name -> parameters of its form: the build step of `prefect.yaml`, for work pools."""
+    """Deployment name -> parameters of its form: the build step of `prefect.yaml`, for work pools."""
     return {deployment.name: deployment.parameters for deployment in deployments()}
 
 
 def stage_parameters(profile: PipelineConfig) -> dict[str, tuple[Flow[..., Any], dict[str, Any]]]:
-    """Return deployment name -> flow and the initial parameters of its form, for each stage in the profile."""
+    """Deployment name -> flow and the initial parameters of its form, for each stage in the profile."""
     settings = _settings(profile)
     parameters: dict[str, tuple[Flow[..., Any], dict[str, Any]]] = {}
     for stage in STAGES.values():
@@ -117,7 +117,7 @@ def stage_parameters(profile: PipelineConfig) -> dict[str, tuple[Flow[..., Any],
 
 
 def section_of(profile: PipelineConfig, path: str) -> BaseModel | None:
-    """Return the section of a profile that a dotted path names; None if the profile has none there.
+    """Find the section of a profile at a dotted path; None if the profile has none there.
 
     >>> section_of(load_profile("tiny/full"), "rejection_sampling.select").type
     'best_of_n'
@@ -130,7 +130,7 @@ def section_of(profile: PipelineConfig, path: str) -> BaseModel | None:
 
 
 def register(runner: Runner, home: Home) -> None:
-    """Let the runner serve the deployments. Those that this version of the program has made before are not made again."""
+    """Let the runner serve the deployments. Deployments that this version of the program has made before are kept."""
     version, note = _version(home), home.root / "deployments.json"
     wanted = DeploymentFilter(tags=DeploymentFilterTags(all_=[home_tag(home)]))
     with SyncClientContext.get_or_create():
@@ -150,7 +150,7 @@ def register(runner: Runner, home: Home) -> None:
 
 
 def apply(client: SyncPrefectClient, made: Collection[Any]) -> dict[str, UUID]:
-    """Make deployments on the server, or update those that have changed; return name -> id.
+    """Make deployments on the server, or update the changed ones; return name -> id.
 
     The version of a deployment is a digest of its form and settings. Prefect's own way takes five requests and asks git.
     Its server enforces a form unless told otherwise, and checks it only if told to enforce it. The check of a large form
@@ -238,9 +238,9 @@ class InterruptingRunner(Runner):
 
 
 def end_children(reason: str, *, alone: bool = True) -> NoReturn:
-    """Mark the active runs of the state folder as interrupted, let those of this process save, and end this process.
+    """Mark the active runs of the state folder as interrupted, let runs of this process save, and end the process.
 
-    If this process is not `alone`, as one of several workers, only its own runs are marked.
+    If this process is not `alone`, because other workers run, only its own runs are marked.
     """
     flows_under_way = psutil.Process().children()
     try:
@@ -296,7 +296,7 @@ def _keep_true(log: Path) -> None:
 
 
 def _reconcile_all(log: Path) -> None:
-    # In a process of its own: MLflow takes 200 MB and is needed here only now and then.
+    # In a separate process: MLflow takes 200 MB and is needed here only now and then.
     with log.open("ab") as stream:
         subprocess.run(
             [sys.executable, "-P", "-m", "pipelines.cli.main", "reconcile"], stdout=stream, stderr=stream, check=False

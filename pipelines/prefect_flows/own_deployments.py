@@ -1,4 +1,4 @@
-"""Make a deployment of a user's own profile, whose form has four fields (`rlhf deploy`), and find those of a state folder."""
+"""Make a deployment of a user's own profile, whose form has four fields (`rlhf deploy`), and list existing ones."""
 
 import asyncio
 from collections.abc import Collection, Mapping
@@ -40,7 +40,10 @@ class Deployment(RunnerDeployment):
 
 
 def declare(flow: Flow[..., Any], name: str, parameters: dict[str, Any], *tags: str, **settings: Any) -> Any:
-    """Return a deployment that runs one flow at a time. Without `version` Prefect chooses one: of the code, or of git."""
+    """Declare a deployment that runs one flow at a time.
+
+    Without `version` Prefect chooses one: of the code, or of git.
+    """
     return Deployment.from_flow(
         flow,
         name,
@@ -52,19 +55,19 @@ def declare(flow: Flow[..., Any], name: str, parameters: dict[str, Any], *tags: 
 
 
 def claim(deployment: Any, home: Home) -> Any:
-    """Return a deployment with the tags of state folder and user; its runs inherit them, and are ours before they start."""
+    """Add the tags of state folder and user to a deployment; its runs inherit them, and are ours before they start."""
     deployment.tags = [*deployment.tags, home_tag(home), f"user:{user_name()}"]
     return deployment
 
 
 def of_kept_profile(name: str, digest: str, tags: Collection[str]) -> Any:
-    """Return the deployment of a profile that this state folder keeps, and whose runs its services start."""
+    """The deployment of a profile that this state folder keeps, and whose runs its services start."""
     made = declare(full, name, {"profile": digest}, PIPELINE_TAG, OWN_TAG, *tags, version=digest[:DIGITS])
     return claim(made, Home.here())
 
 
 def in_pool(name: str, digest: str, table: Mapping[str, Any], pool: str, config: PipelineConfig) -> Any:
-    """Return the deployment of a profile in a work pool, which is made if there is none.
+    """The deployment of a profile in a work pool, which is created if it does not exist.
 
     The profile is in its parameters, since workers may be anywhere. They start as many runs at a time as they have room
     for; the runs are of the user who has made the deployment.
@@ -86,7 +89,7 @@ def in_pool(name: str, digest: str, table: Mapping[str, Any], pool: str, config:
 def make_deployment(made: Any, *, about: str, seed: int, stages: Collection[str], cron: str) -> tuple[UUID, str]:
     """Make or update a deployment of a profile; return its id, and the version that it had before, or "".
 
-    A version is the beginning of a profile's digest. Without `cron` the schedule stays as it is; `none` removes it.
+    A version is the beginning of a profile's digest. Without `cron` the schedule is unchanged; `none` removes it.
     """
     made.description = about
     form = made._parameter_openapi_schema.model_copy(deep=True)
@@ -126,7 +129,7 @@ def _schedule(cron: str) -> CronSchedule:
 
 
 async def own_deployments(client: PrefectClient) -> dict[UUID, str]:
-    """Return id -> name of the deployments of profiles that this state folder has on the server."""
+    """Id -> name of the deployments of profiles that this state folder has on the server."""
     tags = {"all_": [home_tag(Home.here()), OWN_TAG]}
     found = await client.read_deployments(deployment_filter=DeploymentFilter(tags=tags))
     return {one.id: one.name for one in found}
@@ -135,7 +138,7 @@ async def own_deployments(client: PrefectClient) -> dict[UUID, str]:
 # ---------------------------------------------------------------- work pools
 
 QUEUES = {"high": 1, "default": 2}
-"""Work queues of a pool, by priority: runs of the first are started before those of the others."""
+"""Work queues of a pool, by priority: runs of the first are started before runs of the others."""
 
 
 async def ensure_pool(name: str) -> None:

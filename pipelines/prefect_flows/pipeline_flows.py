@@ -45,7 +45,7 @@ FORM = """Args:
 
 
 def pipeline_flow(name: str, pipeline: Pipeline, example: str, about: str) -> Flow[..., State[Any]]:
-    """Return the flow that runs `pipeline` on the profile of its form, which is `example` if the form names none."""
+    """The flow that runs `pipeline` on the profile of its form, which is `example` if the form names none."""
 
     def served(
         profile: str = "",

@@ -52,7 +52,7 @@ class Settings(Config):
 
 
 def stage_flow(stage: Stage[..., Any]) -> Flow[..., dict[str, str]]:
-    """Return the flow of a stage; its form has the configuration, the settings and a field for every input."""
+    """The flow of a stage; its form has the configuration, the settings and a field for every input."""
     signature = form_signature(stage)
 
     def alone(*args: Any, **kwargs: Any) -> dict[str, str]:
@@ -78,14 +78,14 @@ def stage_flow(stage: Stage[..., Any]) -> Flow[..., dict[str, str]]:
 
 
 def named_flow(function: Callable[..., dict[str, str]], name: str, about: str) -> Flow[..., dict[str, str]]:
-    """Return the flow of a function. Prefect finds it in this module by its name."""
+    """Make a flow of a function. Prefect finds it in this module by its name."""
     function.__name__ = function.__qualname__ = name
     function.__doc__ = about
     return flow(name=FLOW_NAME, flow_run_name=name, persist_result=False)(function)
 
 
 def form_signature(stage: Stage[..., Any]) -> Signature:
-    """Return the signature from which Prefect builds the form of a stage.
+    """The signature from which Prefect builds the form of a stage.
 
     >>> print(form_signature(STAGES["publish"]).parameters["report"])
     report: str = 'evaluate'
@@ -109,7 +109,7 @@ def form_signature(stage: Stage[..., Any]) -> Signature:
 
 
 def group_flow(name: str, options: type[Config], last: str, about: str) -> Flow[..., dict[str, str]]:
-    """Return the flow of a group of stages, of which `last` is forced; its form has a field for every input."""
+    """The flow of a group of stages, of which `last` is forced; its form has a field for every input."""
 
     def alone(
         config: Any,
@@ -137,7 +137,7 @@ def group_flow(name: str, options: type[Config], last: str, about: str) -> Flow[
 
 
 def find_input(store: ArtifactStore, row: Input, named: str | Mapping[str, str]) -> GivenInput:
-    """Return the input that the form names; None for an optional input without a name."""
+    """Find the input that the form names; None for an optional input without a name."""
     if row.optional and not named:
         return None
     if isinstance(named, str):

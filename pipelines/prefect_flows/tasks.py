@@ -1,4 +1,6 @@
-"""Run stages as Prefect tasks. The store decides what runs; a cached result is a task in state Cached, with its edges.
+"""Run stages as Prefect tasks.
+
+The store decides which stages run; a cached result is a task in state Cached, with its edges.
 
 Prefect's own caching is off: it remembers return values, notices neither changed files nor changed code, and its locks
 outlive their owner.
@@ -48,9 +50,9 @@ _HALTED = re.compile(
 
 
 class _Plainly(logging.Filter):
-    """Log the end of a run that waits or was cancelled as information, and an error of the user's input as its message.
+    """Log runs that wait or were cancelled as information, and an error in the user's input as its message.
 
-    Prefect logs the one as an error, as a crash, and the other with the traceback of its own engine.
+    Prefect would log the former as an error or a crash, and the latter with the traceback of its own engine.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -96,7 +98,7 @@ def run_in_flow(run: PipelineRun, pipeline: Pipeline) -> dict[str, ArtifactRef]:
 
 
 def completed(run: PipelineRun, data: Any) -> State[Any]:
-    """Return the state of a flow whose run has finished; its message is the result."""
+    """The state of a flow whose run has finished; its message is the result."""
     return Completed(message=run.headline or None, data=data)
 
 
@@ -107,7 +109,7 @@ def settle(flow_run_id: UUID, tasks: int, *, patience_s: float = 10.0) -> None:
         task_runs = client.read_task_runs(flow_run_filter=flow_run)
         return sum(task_run.state is not None and task_run.state.is_final() for task_run in task_runs) >= tasks
 
-    # In a thread of its own: where a loop of asyncio runs, as in a notebook, it would wait for nothing.
+    # In a separate thread: where a loop of asyncio runs, as in a notebook, it would wait for nothing.
     drain = threading.Thread(target=EventsWorker.drain_all, kwargs={"timeout": patience_s}, daemon=True)
     drain.start()
     drain.join(patience_s)
@@ -116,7 +118,7 @@ def settle(flow_run_id: UUID, tasks: int, *, patience_s: float = 10.0) -> None:
         with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}), get_client(sync_client=True) as client:
             wait_for(all_written, patience_s)
     except Exception as error:
-        # The run has ended, successfully or not, and its result must not depend on what the page shows.
+        # The run has ended, successfully or not, and its result must not depend on the page.
         logger.warning("Prefect may show tasks of this run as running: %s", error)
 
 
@@ -129,7 +131,7 @@ class TaskRunner:
         self._made: dict[str, State[bool]] = {}
         """Uri of an artifact -> the task that made or found it; outside a group, the group's."""
         self._ended: list[State[bool]] = []
-        """States of the finished stages, those of the active group last."""
+        """States of the finished stages, with the active group last."""
 
     def __call__(self, spec: StageSpec, kind: type[R]) -> R:
         run, refs = self._run, []
@@ -163,7 +165,7 @@ class TaskRunner:
         return ref
 
     def group(self, label: str, body: Callable[[], T], *, after: Iterable[ArtifactRef]) -> T:
-        """Run `body` as a task around those of its stages, which Prefect's graph shows as one node that opens.
+        """Run `body` as a task around the tasks of its stages; Prefect's graph shows it as one node that opens.
 
         Edges from outside end at the group: one to a stage in it would keep that stage from being drawn.
         """
@@ -174,7 +176,7 @@ class TaskRunner:
 
         @task(name=label, task_run_name=label, cache_policy=NO_CACHE, persist_result=False)
         def group() -> State[Any]:
-            # Otherwise Prefect shows the stages before one that fails or is interrupted as RolledBack.
+            # Otherwise Prefect shows the stages before a failed or interrupted stage as RolledBack.
             with transaction(commit_mode=CommitMode.EAGER):
                 try:
                     made.append(body())
@@ -187,7 +189,7 @@ class TaskRunner:
 
         self._run.started += 1
         state = group(wait_for=before, return_state=True)
-        # Prefect runs no task after one that is Cancelled, as a group is of which a gate holds a part back.
+        # Prefect runs no task after a Cancelled one, and a group is Cancelled if a gate holds back a part of it.
         self._made = outside | (dict.fromkeys(self._made, state) if state.is_completed() else {})
         if ends:
             raise ends[0]
@@ -196,14 +198,14 @@ class TaskRunner:
         return made[0]
 
     def _before(self, refs: Iterable[ArtifactRef]) -> list[State[bool]]:
-        """Return the tasks that made these artifacts, each once."""
+        """The tasks that made these artifacts, each once."""
         return list({self._made[ref.uri].id: self._made[ref.uri] for ref in refs if ref.uri in self._made}.values())
 
 
 def slots(limits: Mapping[str, int]) -> Callable[[str], AbstractContextManager[None]]:
-    """Set the concurrency limits of stages on the server; return what holds a slot of a stage while it is computed.
+    """Set the concurrency limits of stages on the server; return a context manager that holds a slot of a stage.
 
-    A slot of a killed process is free again after a minute. A stage goes on if the server is away for a while.
+    A slot of a killed process is free again after a minute. A stage continues if the server is unreachable for a while.
     """
     if limits:
         with get_client(sync_client=True) as client:
@@ -219,7 +221,7 @@ def slots(limits: Mapping[str, int]) -> Callable[[str], AbstractContextManager[N
 
 
 def _of_group(stages: Sequence[State[bool]]) -> State[Any]:
-    """Return the state of a group: that of a stage that was held back if there is one; Cached if all its stages were."""
+    """State of a group: the state of a held-back stage if there is one; Cached if all its stages were."""
     for one in stages:
         if one.is_cancelled():
             return Cancelled(name=one.name, message=one.message)

@@ -34,9 +34,9 @@ Check = Callable[[Home, Sequence[str]], Sequence[str]]
 
 
 def halted(error: RunHalted) -> State[None]:
-    """Return the state of a task or flow that waits for people, is blocked, or over budget: its process ends.
+    """The state of a task or flow that waits for people, is blocked, or is over budget: its process ends.
 
-    `keep_resuming` runs again what waits.
+    `keep_resuming` starts the waiting runs again.
     """
     return Cancelled(name=error.state, message=str(error))
 
@@ -44,7 +44,7 @@ def halted(error: RunHalted) -> State[None]:
 def note_halt(home: Home, flow_run: FlowRun, error: RunHalted) -> None:
     """Record the condition that a run of a deployment waits for, in place of the previous one.
 
-    Runs that are no deployment's are in a terminal, where the same command goes on.
+    Runs without a deployment were started in a terminal, where the same command resumes them.
     """
     if flow_run.deployment_id is None:
         return
@@ -100,7 +100,7 @@ def resume_met(home: Home, check: Check) -> list[str]:
 
 
 def checked_apart(home: Home, names: Sequence[str], log: Path) -> list[str]:
-    """Return those of the runs whose condition is met, found by a process of its own."""
+    """Select the runs whose condition is met, in a separate process."""
     command = [sys.executable, "-P", "-m", "pipelines.services.waits", *names]
     with log.open("ab") as stream:
         done = subprocess.run(

@@ -1,5 +1,6 @@
-"""Run what is scheduled in a work pool on this machine (`rlhf worker`): Prefect's process worker, with what `rlhf up` does
-beside its deployments: dead runs get their true state, and runs that wait for people go on.
+"""Run the scheduled runs of a work pool on this machine (`rlhf worker`) with Prefect's process worker.
+
+As under `rlhf up`, dead runs get their true state, and runs that wait for people are resumed.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class PoolWorker(ProcessWorker):
     """A process worker whose runs work in its folder, belong to its state folder, and save when it is stopped."""
 
     async def run(self, flow_run: FlowRun, configuration: Any, task_status: Any = None) -> Any:
-        """Run a flow run in a process of its own, and return its exit status."""
+        """Run a flow run in a separate process, and return its exit status."""
         # Before it starts, so that it is ours even if this process ends first.
         await self.client.update_flow_run_labels(flow_run.id, {HOME_LABEL: Home.here().identity})
         configuration.working_dir = configuration.working_dir or Path.cwd()
@@ -42,7 +43,7 @@ class PoolWorker(ProcessWorker):
 
 
 def serve_pool(home: Home, pool: str, runs_at_once: int) -> None:
-    """Run what is scheduled in a work pool until SIGTERM or Ctrl-C; the pool is made if there is none."""
+    """Run the scheduled runs of a work pool until SIGTERM or Ctrl-C; the pool is created if it does not exist."""
     logging.basicConfig(format="%(asctime)s %(message)s")
     hide_in_logs()
     os.environ["RLHF_HOME"] = str(home.root)  # of the runs, too

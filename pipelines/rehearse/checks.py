@@ -171,7 +171,7 @@ def words_left_out(chat: ChatTemplate, row: Any) -> Iterator[tuple[str, str]]:
 
 
 def renderings(chat: ChatTemplate, row: Any) -> Iterator[tuple[Sequence[Message], Sequence[Message], Any]]:
-    """Yield the turns that are read, those that are trained on, and the text of each example of a row."""
+    """Yield the turns that are read, the turns that are trained on, and the text of each example of a row."""
     if isinstance(row, Demonstration):
         examples = chat.example_segments(row.messages)
         answers = [message for message in row.messages if message.role == "assistant"]

@@ -287,7 +287,7 @@ def cut_selection(config: Any) -> Changes:
     if isinstance(config, PromptsInBand):
         found |= {"low": -1e9, "high": 1e9}
     if isinstance(config, SynthesizeConfig):
-        # What random weights write holds no pattern.
+        # The output of random weights matches no pattern.
         found |= {} if config.server else {"pattern": ""}
         found |= {
             "min_characters": 1,
@@ -352,7 +352,7 @@ RULES: tuple[tuple[type | tuple[type, ...], Callable[[Any], Changes]], ...] = (
 
 @dataclass
 class Cutter:
-    """Applies the rules to all options of a profile, and notes what they change.
+    """Applies the rules to all options of a profile, and notes the changes.
 
     `replace` exchanges whole options: pretrained models, and servers, which need more than their options.
     """

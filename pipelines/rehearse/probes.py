@@ -1,6 +1,6 @@
 """Call every reward on written answers of many kinds, to find rewards that fail, are constant, or lack arguments.
 
-What a random model writes says little about a reward: a rule for right answers gives 0 to all of it.
+The output of a random model says little about a reward: a rule for right answers gives 0 to all of it.
 """
 
 import re
@@ -81,7 +81,7 @@ OTHERS = (
 )
 _LAST_NUMBER = re.compile(r"-?\d+(?!.*\d)", re.DOTALL)
 _LACKS = re.compile(r"missing \d+ required .*argument|nothing gives its parameter")
-"""What Python says of a call without an argument, and what a plan says of a function before it is called."""
+"""Messages of Python about a call that lacks an argument, and of a plan about a function before it is called."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class WrittenAnswers:
         return list(dict.fromkeys([*own, *forms, *right, *others, *OTHERS]))
 
     def few_prompts(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """A few prompts of each source, first those that have an answer."""
+        """A few prompts of each source, prompts with an answer first."""
         chosen: dict[str, list[Prompt]] = defaultdict(list)
         for row in sorted(prompts, key=lambda row: row.messages not in self.by_prompt):
             if len(chosen[row.source]) < PROMPTS:

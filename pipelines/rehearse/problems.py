@@ -1,4 +1,4 @@
-"""The problems that a rehearsal finds, by class, and what became of each stage."""
+"""The problems that a rehearsal finds, by class, and the outcome of each stage."""
 
 from dataclasses import dataclass, field
 
@@ -30,7 +30,7 @@ class FoundProblem:
 
 @dataclass(frozen=True)
 class NodeResult:
-    """What became of a stage of the graph."""
+    """The outcome of a stage of the graph."""
 
     label: str
     stage: str

@@ -68,7 +68,7 @@ def rehearse(
     *,
     show: Callable[[str], None] = lambda line: None,
 ) -> Rehearsal:
-    """Run all stages of a profile on a few rows with tiny models, and return what was cut, what ran, and all problems.
+    """Run a profile on a few rows with tiny models; return the cuts, the executed stages, and all problems.
 
     Nothing of it stays: the store is private, and nothing is registered.
     """
@@ -115,7 +115,7 @@ def rehearse(
 
 
 def check_plan(config: PipelineConfig, found: Rehearsal) -> list[Node]:
-    """Plan the profile as it is; return its nodes, or none if the plan is refused."""
+    """Plan the uncut profile; return its nodes, or none if the plan is refused."""
     try:
         specs = all_specs(config, lifecycle)
     except RlhfError as error:
@@ -171,7 +171,7 @@ class RehearsalRun:
 
     config: PipelineConfig
     nodes: Sequence[Node]
-    """Nodes of the profile as it is, by which problems are named."""
+    """Nodes of the uncut profile, by which problems are named."""
     cut: PipelineConfig
     store: ArtifactStore
     servers: Servers

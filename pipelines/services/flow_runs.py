@@ -5,8 +5,8 @@ It is Crashed, or Cancelled if that was requested. Both can be run again and res
 Prefect marks such runs only if its runner outlives them, and never marks their tasks. We label a run with its owner and
 check whether that process still exists. Runs that wait for a person are never changed, nor are runs whose process is
 alive or invisible from this machine, nor runs of others, since a server may be shared. Ours are runs of our flow that
-this state folder started (shown by a label) or that its deployments will start (shown by a tag). On a server of our own
-they also include runs without a state folder, as earlier versions left them.
+this state folder started (shown by a label) or that its deployments will start (shown by a tag). On our server they
+also include runs without a state folder, as earlier versions left them.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -42,7 +42,7 @@ STARTED_AFTER = timedelta(minutes=5)
 NEWEST = 200
 """Number of the newest runs that are read, to find unfinished ones and to suggest names; Prefect's own limit."""
 RUN_PARAMETERS = ("profile", "config")
-"""A run of stages has one of these; the form that answers a gate has none."""
+"""Every run of stages has one of these parameters; the form that answers a gate has none."""
 
 _FLOW = FlowFilter(name={"any_": [FLOW_NAME]})
 
@@ -78,14 +78,14 @@ def rename(flow_run: FlowRun, name: str, tags: Iterable[str] = ()) -> None:
 
 
 def home_tag(home: Home) -> str:
-    """Return the tag of the deployments of a state folder, which their runs inherit."""
+    """The tag of the deployments of a state folder, which their runs inherit."""
     return f"{HOME_TAG}{home.identity}"
 
 
 def ours(flow_runs: Iterable[FlowRun]) -> list[FlowRun]:
-    """Return the runs of our flow that this state folder started or that its deployments will start.
+    """Select the runs of our flow that this state folder started or that its deployments will start.
 
-    Runs of earlier versions have no state folder: they are ours on a server of our own, and left alone on a shared one.
+    Runs of earlier versions have no state folder: they are ours on our own server, and left alone on a shared one.
     """
     home = Home.here()
     alone = not shares_prefect(home)
@@ -93,7 +93,7 @@ def ours(flow_runs: Iterable[FlowRun]) -> list[FlowRun]:
 
 
 def _home_of(flow_run: FlowRun) -> str:
-    """Return the identity of the state folder that a run belongs to, or ""."""
+    """Identity of the state folder that a run belongs to, or ""."""
     if HOME_LABEL in flow_run.labels:
         return str(flow_run.labels[HOME_LABEL])
     return next((tag.removeprefix(HOME_TAG) for tag in flow_run.tags if tag.startswith(HOME_TAG)), "")
@@ -113,9 +113,9 @@ def reconcile_flow_runs() -> list[Reconciled]:
 
 
 def close_halted(finished: str = "") -> list[Reconciled]:
-    """Close our runs that wait, have failed or were interrupted, and whose work a later run of the same profile finished.
+    """Close our runs that wait, failed or were interrupted, if a later run of the same profile finished their work.
 
-    `finished` is a run that has just finished; MLflow may have earlier ones of it, from before it was resumed.
+    `finished` is a run that has just finished; MLflow may have earlier runs of it, from before it was resumed.
     """
     with get_client(sync_client=True) as client:
         newest = read_newest(client)
@@ -134,12 +134,12 @@ def close_halted(finished: str = "") -> list[Reconciled]:
 
 
 def read_newest(client: SyncPrefectClient) -> list[FlowRun]:
-    """Return the newest of our runs, the last one first."""
+    """The newest of our runs, the last one first."""
     return ours(client.read_flow_runs(flow_filter=_FLOW, sort=FlowRunSort.EXPECTED_START_TIME_DESC, limit=NEWEST))
 
 
 def is_unfinished(flow_run: FlowRun) -> bool:
-    """Return whether a run of stages has ended, and neither it nor a later one has come to the end of its work."""
+    """Whether a run of stages has ended, and neither it nor a later one has completed its work."""
     state = flow_run.state
     ended = state is not None and state.is_final() and not state.is_completed() and state.name != CLOSED
     return ended and not flow_run.parameters.keys().isdisjoint(RUN_PARAMETERS)
@@ -156,7 +156,7 @@ def _finishes(later: FlowRun, earlier: FlowRun) -> bool:
 def interrupt(reason: str, processes: Collection[int] | None = None) -> list[Reconciled]:
     """Mark the active runs of our deployments as interrupted before their processes are stopped; return them.
 
-    With the numbers of `processes`, those of other processes are left alone: two workers may share a state folder.
+    With the ids of `processes`, runs of other processes are left alone: two workers may share a state folder.
     """
     with get_client(sync_client=True) as client:
         active = FlowRunFilter(
@@ -169,12 +169,12 @@ def interrupt(reason: str, processes: Collection[int] | None = None) -> list[Rec
 
 
 def _owner(flow_run: FlowRun) -> Owner | None:
-    """Return the process that works on a run, or that did before the run was started again."""
+    """The process that works on a run, or that did before the run was started again."""
     return mlflow_client.from_tags({name: str(value) for name, value in flow_run.labels.items()})
 
 
 def served_elsewhere() -> str:
-    """Return a description of a deployment of our flow that others serve on this server, or "".
+    """Describe a deployment of our flow that others serve on this server; "" if none is found.
 
     Prefect has one deployment per name: ours would replace theirs and execute their runs. A deployment of a state
     folder without a request for work in the last minute counts as abandoned.
@@ -195,7 +195,7 @@ def _ours(client: SyncPrefectClient, wanted: FlowRunFilter) -> list[FlowRun]:
 
 
 def _why_gone(flow_run: FlowRun) -> str:
-    """Return why no process works on the run anymore, or ""."""
+    """The reason why no process works on the run anymore, or ""."""
     if flow_run.state is None:
         return ""
     if flow_run.state.is_pending():

@@ -1,8 +1,8 @@
-"""Let a run keep the Prefect server that it uses, although `rlhf up` ends.
+"""Let a run keep its Prefect server when `rlhf up` ends.
 
 The run gets a copy of the server's listening socket from `rlhf up`. While a process has that socket, no other program
 can listen at the port, so a run sends its auth string and its content to a server of ours only. When `rlhf up` has
-ended, one of the runs starts a server at the socket, with the same auth string and database, for as long as it lasts.
+ended, a run starts a server at the socket, with the same auth string and database, which lasts as long as the run.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ def _hand_out(door: socket.socket, listener: socket.socket) -> None:
 
 
 def received(services: Services) -> socket.socket | None:
-    """Return a copy of the socket of the Prefect server; None if `rlhf up` ends or is of an earlier version."""
+    """The socket of the Prefect server; None if `rlhf up` ends or is of an earlier version."""
     try:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(ANSWER_TIMEOUT_S)

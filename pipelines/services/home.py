@@ -47,23 +47,23 @@ _REMOTE_TRACKERS = ("http://", "https://", "databricks")
 
 
 def prefect_api() -> str:
-    """Return the address of the Prefect API that the user set (a server, Prefect Cloud), or ""."""
+    """Address of the Prefect API that the user set (a server, Prefect Cloud), or ""."""
     return _setting((API_URL,), ("api", "url")).rstrip("/")
 
 
 def has_prefect_database() -> bool:
-    """Return whether the user set the database of Prefect servers, by its URL or by its driver, host and so on."""
+    """Whether the user set the database of Prefect servers, by its URL or by its driver, host and so on."""
     return any(_setting((name,), ("server", "database", key)) for name, key in _DATABASE.items())
 
 
 def remote_tracking_uri() -> str:
-    """Return the MLflow server that the user set, or "". A database of theirs needs a server of ours."""
+    """The MLflow server that the user set, or "". A database of theirs needs a server of ours."""
     uri = _tracking_uri()
     return uri if uri.startswith(_REMOTE_TRACKERS) else ""
 
 
 def tracking_store() -> str:
-    """Return the database or folder that the user set for MLflow's runs, or ""; it may contain a password."""
+    """The database or folder that the user set for MLflow's runs, or ""; it may contain a password."""
     return "" if remote_tracking_uri() else _tracking_uri()
 
 
@@ -84,7 +84,7 @@ def check_databases() -> None:
             return
         remedy = "name a database (sqlite:////path/mlflow.db), or set MLFLOW_ALLOW_FILE_STORE=true"
         raise ConfigError("MLFLOW_TRACKING_URI", shown(store), "MLflow no longer writes to folders", remedy)
-    from sqlalchemy.engine import make_url  # half a second, which only users with a database of their own wait
+    from sqlalchemy.engine import make_url  # half a second, which only users with their own database wait
     from sqlalchemy.exc import ArgumentError
 
     try:
@@ -101,14 +101,14 @@ def check_databases() -> None:
 
 
 def profiles_path() -> Path:
-    """Return the file of the user's Prefect profiles, independent of our own `PREFECT_HOME`."""
+    """File of the user's Prefect profiles, independent of the `PREFECT_HOME` that we set."""
     named = _environment("PREFECT_PROFILES_PATH")
     home = Path(_environment("PREFECT_HOME") or "~/.prefect")
     return (Path(named) if named else home / "profiles.toml").expanduser()
 
 
 def marked(settings: Mapping[str, str]) -> dict[str, str]:
-    """Return our own settings with the variable that marks them as ours.
+    """Mark our own settings with a variable, so that they can be told from the user's.
 
     Settings that this process got from `rlhf` stay marked, because the processes that it starts inherit them.
     """
@@ -121,7 +121,7 @@ def _tracking_uri() -> str:
 
 
 def _setting(names: tuple[str, ...], path: tuple[str, ...]) -> str:
-    """Return the value under one of the names, or at the path of a TOML file, from the first place that has it."""
+    """Read a setting, by its names or its path in a TOML file, from the first place that has it."""
     places: list[Callable[[], str]] = [
         lambda: _first(names, _environment),
         lambda: _first(names, lambda name: (dotenv_values(".env").get(name) or "") if Path(".env").is_file() else ""),
@@ -138,7 +138,7 @@ def _environment(name: str) -> str:
 
 
 def _given() -> dict[str, str]:
-    """Return the settings that `rlhf` gave to this process."""
+    """The settings that `rlhf` gave to this process."""
     given: dict[str, str] = json.loads(os.environ[OWN]) if os.environ.get(OWN) else {}
     return given
 
@@ -199,11 +199,11 @@ class Home:
 
     @classmethod
     def here(cls) -> Home:
-        """Return the state folder: `RLHF_HOME`, or `.rlhf` in the current folder.
+        """The state folder: `RLHF_HOME`, or `.rlhf` in the current folder.
 
-        Raises ConfigError for a path where it could not be, as for that of another user, or that the address of a
-        database in it would not mean: SQLAlchemy reads `?` as the end of the path and `%41` as A, so the database would
-        be a file beside the folder.
+        Raises ConfigError for an unusable path, such as the folder of another user, and for a path that a database
+        address would misread: SQLAlchemy reads `?` as the end of the path and `%41` as A, so the database would be a
+        file next to the folder.
         """
         root = Path(os.environ["RLHF_HOME"] if os.environ.get("RLHF_HOME") else ".rlhf")
         try:
@@ -230,7 +230,7 @@ class Home:
 
     @property
     def mlflow_uri(self) -> str:
-        """Return the address of MLflow's database, for a client without a server."""
+        """Address of MLflow's database, for a client without a server."""
         return f"sqlite:///{self.root / 'mlflow.db'}"
 
     @property
@@ -243,48 +243,48 @@ class Home:
 
     @property
     def profiles(self) -> Path:
-        """Return the folder of the profiles that deployments name by their digests."""
+        """Folder of the profiles that deployments name by their digests."""
         return self.root / "profiles"
 
     @property
     def services(self) -> Path:
-        """Return the file with the process ids and addresses of the services that `rlhf up` started."""
+        """File with the process ids and addresses of the services that `rlhf up` started."""
         return self.root / "services.json"
 
     @property
     def prefect_address(self) -> Path:
-        """Return the file with the address of the Prefect server that `rlhf up` last started, running or not."""
+        """File with the address of the Prefect server that `rlhf up` last started, running or not."""
         return self.root / "prefect_address"
 
     @property
     def identity(self) -> str:
-        """Return the id of this state folder among others on the same Prefect server; created at the first call."""
+        """Id of this state folder among others on the same Prefect server; created at the first call."""
         return _read_or_create(self.root / "home.id", lambda: uuid.uuid4().hex[:12])
 
     @property
     def prefect_auth(self) -> Path:
-        """Return the file of our Prefect server's auth string, which only its owner can read."""
+        """File of our Prefect server's auth string, which only its owner can read."""
         return self.root / "prefect_auth"
 
     @property
     def prefect_auth_string(self) -> str:
-        """Return the auth string that our Prefect server requires of every request; created at the first call."""
+        """The auth string that our Prefect server requires of every request; created at the first call."""
         # 144 bits, so that the link that signs a browser in fits into a line of 80 columns.
         return _read_or_create(self.prefect_auth, lambda: f"rlhf:{secrets.token_urlsafe(18)}")
 
     @property
     def serving(self) -> Path:
-        """Return the file with the policy and address of `rlhf serve`."""
+        """File with the policy and address of `rlhf serve`."""
         return self.root / "serving.json"
 
     @property
     def serve_token(self) -> Path:
-        """Return the file with the token of `rlhf serve`, which only its owner can read."""
+        """File with the token of `rlhf serve`, which only its owner can read."""
         return self.root / "serve_token"
 
     @property
     def serve_token_string(self) -> str:
-        """Return the token that `rlhf serve` requires of its clients; created at the first call."""
+        """The token that `rlhf serve` requires of its clients; created at the first call."""
         return _read_or_create(self.serve_token, lambda: secrets.token_urlsafe(32))
 
     def make(self) -> Home:
@@ -297,7 +297,7 @@ class Home:
 
 
 def _trouble(root: Path) -> str:
-    """Return why a path cannot be the state folder, or ""; OSError if the system takes it for none."""
+    """The reason why a path cannot be the state folder, or "". Raises OSError if the system accepts no such path."""
     if "?" in str(root) or unquote(str(root)) != str(root):
         return "the address of a database cannot hold ? and % codes"
     if len(str(root).encode()) > LONGEST_PATH:
@@ -314,7 +314,7 @@ def _trouble(root: Path) -> str:
 
 
 def _read_or_create(path: Path, make: Callable[[], str]) -> str:
-    """Return the text of a small file; the first process that needs it creates it, readable by this user only."""
+    """Read a small file; the first process that needs it creates it, readable by this user only."""
     if not path.exists():
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         _write_first(path, make())
@@ -348,7 +348,7 @@ def _write_first(path: Path, text: str) -> None:
 
 
 def quiet_environment(home: Home) -> dict[str, str]:
-    """Return the settings of every process: state under `home`, no telemetry.
+    """Settings of every process: state under `home`, no telemetry.
 
     PREFECT_HOME alone does not move results and the memo store (Prefect 3.7), so each is set. A database that the user
     set for Prefect's servers is kept, and so is the profile.
@@ -389,7 +389,7 @@ def quiet_environment(home: Home) -> dict[str, str]:
 
 
 def _without_socks() -> dict[str, str]:
-    """Return settings without SOCKS proxies if httpx cannot use them: it would refuse requests to 127.0.0.1, too."""
+    """Settings that disable SOCKS proxies if httpx cannot use them: it would refuse requests to 127.0.0.1, too."""
     names = ("ALL_PROXY", "all_proxy", "HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "https_proxy")
     socks = [name for name in names if name in os.environ and os.environ[name].startswith("socks")]
     if not socks or importlib.util.find_spec("socksio") is not None:
@@ -399,14 +399,14 @@ def _without_socks() -> dict[str, str]:
 
 
 def _without_our_auth(home: Home) -> dict[str, str]:
-    """Return settings that keep our server's auth string, if the shell has it, from being sent to the user's server."""
+    """Settings that keep our server's auth string, if the shell has it, from being sent to the user's server."""
     given = os.environ.get(AUTH)
     ours = bool(given) and home.prefect_auth.exists() and given == home.prefect_auth_string
     return {AUTH: "", SERVER_AUTH: ""} if ours else {}
 
 
 def _auth_of_sockets() -> dict[str, str]:
-    """Return settings that send the user's auth string when a WebSocket is opened, too: a proxy may ask for it there.
+    """Settings that send the user's auth string when a WebSocket is opened, too: a proxy may ask for it there.
 
     Prefect's client sends it as the first message, which reaches only the server itself.
     """
@@ -417,7 +417,7 @@ def _auth_of_sockets() -> dict[str, str]:
 
 
 def client_environment(home: Home, *, prefect_port: int = 0, prefect_api: str = "") -> dict[str, str]:
-    """Return the settings of a process that uses our Prefect server on `prefect_port`, or the user's own."""
+    """Settings of a process that uses our Prefect server on `prefect_port`, or the user's own."""
     quiet = quiet_environment(home)
     if prefect_api:
         api = {API_URL: prefect_api} | (_without_our_auth(home) or _auth_of_sockets())
@@ -445,7 +445,7 @@ def client_environment(home: Home, *, prefect_port: int = 0, prefect_api: str = 
 
 
 def sign_in_link(url: str, auth: str) -> str:
-    """Return the address that signs a browser in at the server of `url`; anyone who reads it can sign in.
+    """The address that signs a browser in at the server of `url`; anyone who reads it can sign in.
 
     >>> sign_in_link("http://127.0.0.1:4200", "me:word")
     'http://127.0.0.1:4200/sign-in#bWU6d29yZA=='
@@ -454,5 +454,5 @@ def sign_in_link(url: str, auth: str) -> str:
 
 
 def basic(auth: str) -> str:
-    """Return an auth string encoded for the header `Authorization: Basic`."""
+    """Encode an auth string for the header `Authorization: Basic`."""
     return base64.b64encode(auth.encode()).decode()

@@ -10,7 +10,7 @@ from pipelines.services.user_servers import tracking_place, tracking_uri
 from rlhf_core.tracking.pipeline_runs import rewrite_tags
 
 _BEFORE = r'(^|\]\(|href=")'
-"""What precedes a link in a tag, in Markdown and in HTML."""
+"""The characters before a link in a tag, in Markdown and in HTML."""
 _OURS = r"http://127\.0\.0\.1:\d+"
 _PREFECT = re.compile(rf"{_BEFORE}{_OURS}(?=/runs/flow-run/)")
 _MLFLOW = re.compile(rf"{_BEFORE}{_OURS}(?=/#/)")
@@ -21,7 +21,7 @@ NEWEST, PER_REQUEST = 2000, 200
 
 
 def with_addresses(text: str, services: Services) -> str:
-    """Return a text whose links to servers of ours have the addresses at which these are served now."""
+    """Replace the addresses in links to our servers by their current ones."""
     if not services.prefect_api:
         text = _PREFECT.sub(rf"\g<1>{services.prefect_url}", text)
     if not services.mlflow_uri:

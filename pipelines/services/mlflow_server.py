@@ -23,7 +23,7 @@ LISTEN = "listen"
 
 
 def mlflow_app() -> Door:
-    """Return MLflow's application for this user and its own pages; a factory for uvicorn."""
+    """MLflow's application for this user and its own pages; a factory for uvicorn."""
     from mlflow.server.fastapi_app import app as theirs  # reads the settings that the command made for its workers
 
     hide_in_logs()
@@ -31,7 +31,7 @@ def mlflow_app() -> Door:
 
 
 def become_server(_: list[str], *, extra_env: Mapping[str, str], **__: Any) -> None:
-    """Replace this process, which MLflow's command would only keep waiting, by the one that serves."""
+    """Replace this process, which MLflow's command would only keep waiting, by the server process."""
     command = [sys.executable, "-P", "-m", "pipelines.services.mlflow_server", sys.argv[1], LISTEN]
     os.execve(sys.executable, command, os.environ | extra_env)
 

@@ -23,7 +23,7 @@ class ServingNote(Stored):
 
 
 def serving(home: Home) -> ServingNote | None:
-    """Return the policy server of this state folder, which had answered when it was noted; None if there is none.
+    """The policy server of this state folder, which had answered when it was noted; None if none is running.
 
     The address alone is no proof: once the server is gone, the port may be another user's. Its guard keeps the port.
     """
@@ -34,7 +34,7 @@ def serving(home: Home) -> ServingNote | None:
 
 
 def token_of(home: Home, token_env: str, environment: Mapping[str, str] = os.environ) -> str:
-    """Return the token in the environment variable, or the one in the state folder's file for the owner alone."""
+    """The token in the environment variable, or the one in the state folder's file for the owner alone."""
     if not token_env:
         return home.serve_token_string
     if not environment.get(token_env):

@@ -35,7 +35,7 @@ _SIGN_IN_PAGE = """<!doctype html><title>Prefect</title>
 
 
 def prefect_app() -> Door:
-    """Return Prefect's application behind our door; a factory for uvicorn."""
+    """Prefect's application behind our door; a factory for uvicorn."""
     hide_in_logs()
     DeploymentSort.as_sql_sort = _pipelines_first
     auth, prefect = os.environ[SERVER_AUTH], create_app()
@@ -57,7 +57,7 @@ _AS_ASKED = DeploymentSort.as_sql_sort
 
 
 def _pipelines_first(sort: DeploymentSort) -> list[sa.ColumnElement[Any]]:
-    """Return the order of deployments: from A to Z, as the page begins, own profiles come first and single stages last.
+    """Sort deployments so that own profiles come first and single stages last, if the page lists them from A to Z.
 
     The page shows ten of more than thirty.
     """
@@ -67,7 +67,7 @@ def _pipelines_first(sort: DeploymentSort) -> list[sa.ColumnElement[Any]]:
 
 
 def _first_message_in_time(receive: Receive) -> Receive:
-    """Return `receive` of a WebSocket that is closed unless its first message, the auth string, comes in time."""
+    """Wrap `receive` of a WebSocket, to close it unless its first message, the auth string, comes in time."""
     received = count()
 
     async def timed() -> Message:

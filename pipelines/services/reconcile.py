@@ -58,7 +58,7 @@ def reconcile_mlflow(home: Home) -> Iterator[str]:
 
 
 def was_used(home: Home) -> bool:
-    """Return whether Prefect may know runs of this state folder. Nothing is started or queried to find out."""
+    """Whether Prefect may know runs of this state folder. Nothing is started or queried to find out."""
     if not home.root.exists():
         return False
     theirs = user_prefect(home) or has_prefect_database()
@@ -67,7 +67,7 @@ def was_used(home: Home) -> bool:
 
 @contextmanager
 def some_prefect(home: Home) -> Iterator[bool]:
-    """Connect Prefect's client to the user's server, to that of `rlhf up`, or to one that lives as long as this block.
+    """Connect Prefect's client to the user's server, to the server of `rlhf up`, or to a temporary one for this block.
 
     Yields whether `rlhf up` serves deployments there. Raises ServiceError if a server that should run does not answer.
     """
@@ -81,7 +81,7 @@ def some_prefect(home: Home) -> Iterator[bool]:
 
 @contextmanager
 def prefect_server(home: Home, *, patience_s: float = SERVER_TIMEOUT_S) -> Iterator[PrivateServer | None]:
-    """Connect Prefect's client to the user's server, to that of `rlhf up`, or to one that ends with the block.
+    """Connect Prefect's client to the user's server, to the server of `rlhf up`, or to a temporary one for this block.
 
     Yields the last one, which may still be starting, else None. The server of `rlhf up` may take `patience_s` to answer.
     """

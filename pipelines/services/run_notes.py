@@ -30,7 +30,7 @@ _COMMAND = re.compile(r"`(rlhf [^`]+)`")
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """A run: what was run, by which process, and what came of it. Times are seconds of the wall clock."""
+    """A run: its profile and options, its process, and its outcome. Times are seconds of the wall clock."""
 
     id: str
     name: str
@@ -57,12 +57,12 @@ class RunRecord:
 
     @property
     def seconds(self) -> float:
-        """Return how long the run took, or has been running."""
+        """Duration of the run in seconds, so far if it is still running."""
         return (time.time() if self.state == RUNNING else self.changed) - self.began
 
     @property
     def following(self) -> str:
-        """Return the command that goes on with the run; "" if none is needed."""
+        """The command that resumes the run; "" if none is needed."""
         if self.state in (RUNNING, COMPLETED, CLOSED):
             return ""
         named = _COMMAND.search(self.message)
@@ -73,7 +73,7 @@ class RunRecord:
         return shlex.join(["rlhf", "run", self.profile, *(word for one in self.overrides for word in ("--set", one))])
 
     def finishes(self, other: RunRecord) -> bool:
-        """Return whether this run has finished what the other one, of the same profile, has left."""
+        """Whether this run has completed the unfinished work of the other one, of the same profile."""
         named, same = (self.profile, self.overrides), self.digest == other.digest
         return (
             self.state == COMPLETED
@@ -104,7 +104,7 @@ class RunNote:
             logger.warning("could not record the run: %s", error)
 
     def finishes_another(self) -> bool:
-        """Return whether a run is left that this one, once completed, has finished."""
+        """Whether an unfinished run exists that this one, once completed, has finished."""
         done = replace(self.record, state=COMPLETED, changed=time.time())
         return any(
             done.finishes(one) for one in run_records(self.home) if one.state not in (RUNNING, COMPLETED, CLOSED)
@@ -112,7 +112,7 @@ class RunNote:
 
     @property
     def page(self) -> Path:
-        """Return the file of the run's report for readers."""
+        """File of the run's report for readers."""
         return self._path.with_suffix(".html")
 
     @property
@@ -123,7 +123,7 @@ class RunNote:
 def new_note(
     home: Home, name: str, *, profile: str, digest: str, overrides: Sequence[str], until: str, store: Path
 ) -> RunNote:
-    """Return the note of a run that begins; nothing is written before its first change."""
+    """The note of a run that begins; nothing is written before its first change."""
     began, started = time.time(), process_stat(os.getpid())
     record = RunRecord(
         secrets.token_hex(4), name, profile, digest, list(overrides), until, str(store.resolve()), user_name(),
@@ -133,7 +133,7 @@ def new_note(
 
 
 def whereabouts(profile: str) -> str:
-    """Return the name of a shipped profile, or the absolute path of a file: `rlhf resume` may run in another folder."""
+    """The name of a shipped profile, or the absolute path of a file: `rlhf resume` may run in another folder."""
     path = Path(profile)
     return str(path.resolve()) if path.is_file() else profile
 
@@ -143,7 +143,7 @@ def folder(home: Home) -> Path:
 
 
 def run_records(home: Home) -> list[RunRecord]:
-    """Return the records of all runs, newest first, with their true state: crashed and closed ones do not change theirs."""
+    """Records of all runs, newest first, with their true state: crashed and closed ones do not change theirs."""
     found: list[RunRecord] = []
     for path in sorted(folder(home).glob("*.json"), reverse=True):
         table = read_json(path)
@@ -156,7 +156,7 @@ def run_records(home: Home) -> list[RunRecord]:
 
 
 def runs_with(home: Home, store: Path, stage: str) -> list[RunRecord]:
-    """Return the runs that have a model of this stage, which is still in the store; newest first."""
+    """The runs that have a model of this stage, which is still in the store; newest first."""
     from rlhf_core.store.opening import open_store  # pydantic, which `rlhf runs` does without
 
     shared, root = open_store(store), str(store.resolve())

@@ -40,12 +40,12 @@ class ServiceError(RlhfError, RuntimeError):
 
 
 def healthy(url: str) -> bool:
-    """Return whether `url` answers with status 200 within a few seconds, whoever's server it is."""
+    """Whether `url` answers with status 200 within a few seconds, regardless of the server's owner."""
     return status_and_proof(url, "")[0] == HTTPStatus.OK
 
 
 def proven(url: str, key: str) -> bool:
-    """Return whether `url` answers with status 200 within a few seconds, from a server of ours that knows `key`.
+    """Whether `url` answers with status 200 within a few seconds, from a server of ours that knows `key`.
 
     Anybody may listen at a port, so this comes before any secret is sent there: the server proves that it knows the key
     with an HMAC of a random number and its port.
@@ -57,7 +57,7 @@ def proven(url: str, key: str) -> bool:
 
 
 def status_and_proof(url: str, nonce: str) -> tuple[int, str]:
-    """Return the status of a server's answer, 0 without one, and its proof, which only servers of ours give."""
+    """Status of a server's answer, 0 without one, and its proof, which only servers of ours give."""
     try:
         with _DIRECT.open(urllib.request.Request(url, headers={NONCE: nonce}), timeout=ANSWER_TIMEOUT_S) as response:
             return response.status, response.headers.get(PROOF, "")
@@ -68,7 +68,7 @@ def status_and_proof(url: str, nonce: str) -> tuple[int, str]:
 
 
 def is_reachable(url: str) -> bool:
-    """Return whether a remote server answers at all, even with an error such as a missing password. Uses proxies."""
+    """Whether a remote server answers at all, even with an error such as a missing password. Uses proxies."""
     try:
         with urllib.request.urlopen(url, timeout=ANSWER_TIMEOUT_S):
             return True
@@ -79,7 +79,7 @@ def is_reachable(url: str) -> bool:
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float) -> bool:
-    """Return whether `condition` became true in time."""
+    """Wait for `condition`, and tell whether it became true in time."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:
@@ -89,7 +89,10 @@ def wait_for(condition: Callable[[], bool], timeout_s: float) -> bool:
 
 
 def await_health(url: str, key: str, process: subprocess.Popen[bytes], timeout_s: float, log: Path) -> None:
-    """Return when our server at `url` answers and proves itself; raise ServiceError if the process ends first or the time is up."""
+    """Wait until our server at `url` answers and proves itself.
+
+    Raises ServiceError if its process ends, or on timeout.
+    """
     deadline = time.monotonic() + timeout_s
     while not proven(url, key):
         if process.poll() is not None:
@@ -139,9 +142,10 @@ class Services:
     mlflow_port: int
     ready: bool
     prefect_api: str = ""
-    """Address of the API of the user's own Prefect server, used instead of ours. It must not be printed as it is."""
+    """Address of the API of the user's own Prefect server, used instead of ours. It may contain secrets: do not print
+    it."""
     mlflow_uri: str = ""
-    """Address of the user's own MLflow server, used instead of ours. It must not be printed as it is."""
+    """Address of the user's own MLflow server, used instead of ours. It may contain secrets: do not print it."""
     handover: str = ""
     """Socket file at which runs get a copy of the Prefect server's socket (`pipelines.services.handover`)."""
     shared_database: bool = field(default_factory=has_prefect_database)
@@ -153,39 +157,39 @@ class Services:
 
     @property
     def prefect_url(self) -> str:
-        """Return the address for a browser; it contains no password and may be printed."""
+        """Address for a browser; it contains no password and may be printed."""
         if self.prefect_api:
             return shown(self.prefect_api).removesuffix("/api")
         return f"http://{LOOPBACK}:{self.prefect_port}"
 
     @property
     def mlflow_url(self) -> str:
-        """Return the address for a browser; it contains no password and may be printed."""
+        """Address for a browser; it contains no password and may be printed."""
         return shown(self.mlflow_uri) if self.mlflow_uri else f"http://{LOOPBACK}:{self.mlflow_port}"
 
     @property
     def mlflow_page(self) -> str:
-        """Return the address of MLflow's list of training experiments; the server's own page shows applications."""
+        """Address of MLflow's list of training experiments; the server's own page shows applications."""
         page = f"{self.mlflow_url.rstrip('/')}/#/experiments{TRAINING}"
         return page if page.startswith("http") else self.mlflow_url
 
     @property
     def tracking_uri(self) -> str:
-        """Return the address for an MLflow client; it may contain a password."""
+        """Address for an MLflow client; it may contain a password."""
         return self.mlflow_uri or self.mlflow_url
 
     @property
     def health(self) -> dict[str, str]:
-        """Return, for each service of ours, an address that answers with status 200 while the service works."""
+        """For each service of ours, an address that answers with status 200 while the service works."""
         prefect = {} if self.prefect_api else {"prefect": f"{self.prefect_url}/api/health"}
         return prefect | ({} if self.mlflow_uri else {"mlflow": f"{self.mlflow_url}/health"})
 
     def well(self, home: Home) -> bool:
-        """Return whether everything was started and answers now."""
+        """Whether everything was started and answers now."""
         return self.ready and all(proven(url, home.prefect_auth_string) for url in self.health.values())
 
     def environment(self, home: Home) -> dict[str, str]:
-        """Return the settings of a process that uses this Prefect server."""
+        """Settings of a process that uses this Prefect server."""
         return client_environment(home, prefect_port=self.prefect_port, prefect_api=self.prefect_api)
 
     def write(self, home: Home) -> None:
@@ -199,13 +203,13 @@ class Services:
 
 
 def running(home: Home) -> Services | None:
-    """Return the services of this state folder if their supervisor is alive."""
+    """The services of this state folder, if their supervisor is alive."""
     services = read_note(home)
     return services if services is not None and alive(services.owner) else None
 
 
 def read_note(home: Home) -> Services | None:
-    """Return the services that were last recorded, running or not; None without a readable record."""
+    """The services that were last recorded, running or not; None without a readable record."""
     try:
         return Services(**json.loads(home.services.read_text(encoding="utf-8")))
     except (FileNotFoundError, ValueError, TypeError):
@@ -213,7 +217,7 @@ def read_note(home: Home) -> Services | None:
 
 
 def alive(owner: Mapping[str, str]) -> bool:
-    """Return whether the process that `rlhf_core.tracking.mlflow_client.owner_tags` described still exists."""
+    """Whether the process that `rlhf_core.tracking.mlflow_client.owner_tags` described still exists."""
     process = from_tags(owner)
     return process is not None and not is_gone(process)
 
@@ -227,10 +231,10 @@ LAST_PORT = 65535  # ports have 16 bits
 
 
 def bound_port(wanted: int) -> socket.socket:
-    """Return a socket that listens at `wanted` or the next free port; close it when its server has ended for good.
+    """Open a socket that listens at `wanted` or the next free port; close it when its server has ended for good.
 
-    A server needs seconds before it listens, and may be restarted. Its starter binds the port and hands the socket over,
-    so no other process has the port meanwhile, whatever their state folder, TMPDIR or user.
+    A server needs seconds before it listens, and may be restarted. Its starter binds the port and hands the socket
+    over, so no other process gets the port meanwhile, regardless of its state folder, TMPDIR or user.
     """
     if not 0 <= wanted <= LAST_PORT:
         raise ServiceError(f"port = {wanted}: must be from 0 to {LAST_PORT}; 0 is any free port")
@@ -250,12 +254,12 @@ def bound_port(wanted: int) -> socket.socket:
 
 
 def port_of(listener: socket.socket) -> int:
-    """Return the port at which a socket listens."""
+    """The port at which a socket listens."""
     return int(listener.getsockname()[1])
 
 
 def is_free(port: int) -> bool:
-    """Return whether no process listens on a port of 127.0.0.1."""
+    """Whether a port of 127.0.0.1 is free: no process listens on it."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

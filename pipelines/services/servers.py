@@ -118,7 +118,7 @@ def keep_alive(child: Child, stop: threading.Event, *, answered: bool = True) ->
 
 
 def _ailment(child: Child, stop: threading.Event, *, answered: bool) -> tuple[bool, str] | None:
-    """Return whether the child has answered since its start, and its present problem; None when `stop` is set."""
+    """Whether the child has answered since its start, and its present problem; None when `stop` is set."""
     missed = 0
     began = last_check = time.monotonic()
     while not stop.wait(LOOK_EVERY_S):
@@ -258,7 +258,10 @@ def _ready(home: Home) -> bool:
 
 
 def stop_services(home: Home) -> bool:
-    """Stop the services that `start_services` started; return whether there were any. A Ray that others use is left alone."""
+    """Stop the services that `start_services` started; True if any were running.
+
+    A Ray that others use is left alone.
+    """
     services = running(home)
     if services is None:
         forget(home)
@@ -278,7 +281,7 @@ def forget(home: Home) -> None:
 
 
 def service_states(home: Home, services: Services) -> dict[str, bool]:
-    """Return whether Prefect and MLflow, ours or the user's, answer now."""
+    """Check whether Prefect and MLflow, ours or the user's, answer now."""
     if services.prefect_api:
         prefect = not prefect_trouble(services.environment(home))
     else:
@@ -308,7 +311,7 @@ class PrivateServer:
     stopped: threading.Event
 
     def wait(self) -> None:
-        """Return when the server answers; raise ServiceError if it ends or takes too long."""
+        """Wait until the server answers. Raises ServiceError if it ends or takes too long."""
         assert self.child.process is not None
         auth = self.environment[AUTH]
         await_health(f"{self.url}/api/health", auth, self.child.process, SERVER_TIMEOUT_S, self.child.log)
@@ -353,12 +356,11 @@ def server_at(home: Home, listener: socket.socket, environment: dict[str, str]) 
 
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}
 """Environment of the services that prevents imports from the folder in which they were started. `-P` alone is not
-enough: MLflow and Prefect start processes of their own.
-"""
+enough, because MLflow and Prefect start further processes."""
 
 
 def prefect_command(listener: socket.socket) -> list[str]:
-    """Return the command of the Prefect server: the one of `prefect server start`, without waiting for its CLI.
+    """Command of the Prefect server: the same as `prefect server start` runs, without waiting for its CLI.
 
     It answers only this machine's own pages. Start it with `SAFE_PATH` in its environment and with the socket.
     """
@@ -366,7 +368,7 @@ def prefect_command(listener: socket.socket) -> list[str]:
 
 
 def mlflow_command(home: Home, listener: socket.socket) -> list[str]:
-    """Return the command of the MLflow server: one worker and no job runners (0.5 GB instead of 2.4).
+    """Command of the MLflow server: one worker and no job runners (0.5 GB instead of 2.4).
 
     It answers only this user and this machine's own pages.
 
@@ -393,11 +395,11 @@ def mlflow_command(home: Home, listener: socket.socket) -> list[str]:
 
 
 def mlflow_environment() -> dict[str, str]:
-    """Return the variables that point our MLflow server to the user's own database; {} without one."""
+    """Variables that point our MLflow server to the user's own database; {} without one."""
     store = tracking_store()
     return {MLFLOW_STORE: store} if store else {}
 
 
 def proof_environment(home: Home) -> dict[str, str]:
-    """Return the variables with which our MLflow server proves that it is ours."""
+    """Variables with which our MLflow server proves that it is ours."""
     return {PROOF_KEY: home.prefect_auth_string}

@@ -1,6 +1,6 @@
 """Keep the services of `rlhf up` alive: `python -m pipelines.services.supervisor STATE_FOLDER`.
 
-A service that dies is restarted within seconds, one that hangs within about a minute (see
+A service that dies is restarted within seconds, a hanging service within about a minute (see
 `pipelines.services.servers`). If the supervisor itself is killed, its services end with it, and the next `rlhf up`
 starts new ones.
 """
@@ -89,7 +89,7 @@ def supervise(home: Home) -> None:
         stop.set()
         for keeper in keepers:
             keeper.join()
-        offer.close()  # a run that begins now starts a server of its own
+        offer.close()  # a run that begins now starts a separate server
         for child in [deployments, *servers]:  # the deployments first: they record the runs that they interrupt
             child.stop()
         mark.unlink(missing_ok=True)
@@ -106,7 +106,7 @@ def await_end_of_last(home: Home) -> None:
 
 
 def _planned(home: Home) -> tuple[Services, dict[str, socket.socket]]:
-    """Return the services to start, and the sockets of ours; the user's own servers need none."""
+    """Decide on the services to start, and open the sockets of ours; the user's own servers need none."""
     prefect_api, mlflow_uri = user_prefect(home), remote_tracking_uri()
     listeners = {} if prefect_api else {"prefect": bound_port(PREFECT_PORT)}
     listeners |= {} if mlflow_uri else {"mlflow": bound_port(MLFLOW_PORT)}
@@ -155,7 +155,7 @@ def _beats(mark: Path) -> bool:
 def _start(children: list[Child], keepers: list[threading.Thread], stop: threading.Event) -> None:
     """Start services, keep them alive, and wait until all of them work or `stop` is set.
 
-    Raises ServiceError if one ends before it has worked. One that is late stays, and is restarted if it hangs.
+    Raises ServiceError if a service ends before it has worked. A late service stays, and is restarted if it hangs.
     """
     for child in children:
         child.start()

@@ -15,10 +15,9 @@ from rlhf_core.secrets.redaction import shown, without_secrets
 
 
 def user_prefect(home: Home) -> str:
-    """Return the API address of the user's own Prefect server, or "" if there is none.
+    """API address of the user's own Prefect server; "" if none is set.
 
-    `rlhf up` prints an address to export: the address of our own server does not count as the user's, even after it
-    ended.
+    `rlhf up` prints an address to export: the address of our server does not count as the user's, even after it ended.
     """
     api = prefect_api()
     services = running(home)
@@ -34,7 +33,7 @@ def user_prefect(home: Home) -> str:
 
 
 def shares_prefect(home: Home) -> bool:
-    """Return whether others may have runs on the Prefect server that this state folder uses, or in its database."""
+    """Whether others may have runs on the Prefect server that this state folder uses, or in its database."""
     services = running(home)
     if services is not None and (services.prefect_api or services.shared_database):
         return True
@@ -42,7 +41,7 @@ def shares_prefect(home: Home) -> bool:
 
 
 def prefect_trouble(environment: Mapping[str, str]) -> str:
-    """Return why the user's own Prefect server cannot be used with these settings, or "".
+    """The reason why the user's own Prefect server cannot be used with these settings, or "".
 
     The check uses Prefect's client, which handles the user's proxies, certificates and keys.
     """
@@ -94,7 +93,7 @@ OWN = "of the state folder"
 
 
 def tracking_uri(home: Home) -> str:
-    """The address of the user's own MLflow server, of that of `rlhf up` while it proves itself, or of the database."""
+    """Address of the user's own MLflow server, of the server of `rlhf up` if it proves itself, or of the database."""
     if os.environ.get("MLFLOW_TRACKING_URI"):
         return os.environ["MLFLOW_TRACKING_URI"]
     services = running(home)
@@ -104,14 +103,14 @@ def tracking_uri(home: Home) -> str:
 
 
 def tracking_place(home: Home) -> str:
-    """Return one address for the place behind `tracking_uri`: our own server and its database count as one."""
+    """One address for the place behind `tracking_uri`: our own server and its database count as one."""
     uri, services = tracking_uri(home), running(home)
     ours = services is not None and not services.mlflow_uri and uri == services.mlflow_url
     return home.mlflow_uri if ours else uri
 
 
 def registry(home: Home) -> str:
-    """Return the registry of a model, for the key of `publish`: without user, password and query."""
+    """The registry of a model, for the key of `publish`: without user, password and query."""
     place = os.environ[REGISTRY] if os.environ.get(REGISTRY) else tracking_place(home)
     if place == home.mlflow_uri:
         return OWN  # independent of the state folder's path: the folder is moved and copied with its database

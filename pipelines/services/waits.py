@@ -1,8 +1,8 @@
-"""Note what waiting flow runs wait for, and check whether they may continue: `python -m pipelines.services.waits FLOW_RUN ...`.
+"""Record the conditions of waiting flow runs, and check them: `python -m pipelines.services.waits FLOW_RUN ...`.
 
-A run waits for an answer to a question, or for enough judgments. A note is a small file in the state folder, so nothing is lost
-while no process waits. The command prints the named runs whose condition is met; it is a process of its own, because MLflow's
-client takes 200 MB.
+A run waits for an answer to a question, or for enough judgments. A note is a small file in the state folder, so nothing
+is lost while no process waits. The command prints the named runs whose condition is met; it is a separate process
+because MLflow's client takes 200 MB.
 """
 
 import logging
@@ -22,12 +22,12 @@ logger = logging.getLogger(__name__)
 
 
 def answers_awaited(questions: Sequence[str], store: Path) -> dict[str, Any]:
-    """Return the condition of a run that goes on when one of these questions in the store is answered."""
+    """The condition of a run that resumes when any of these questions in the store is answered."""
     return {"questions": list(questions), "store": str(store.resolve())}
 
 
 def may_go_on(condition: Mapping[str, Any], *, uri: str) -> bool:
-    """Return whether the condition of a waiting run is met; `uri` is the address of MLflow."""
+    """Whether the condition of a waiting run is met; `uri` is the address of MLflow."""
     if "questions" in condition:
         decisions = GateDecisions(open_store(Path(condition["store"])))
         found = (decisions.find(question) for question in condition["questions"])
@@ -44,7 +44,7 @@ def note_condition(home: Home, flow_run: str, condition: Mapping[str, Any]) -> N
 
 
 def waiting_runs(home: Home) -> list[str]:
-    """Return the ids of the flow runs that have a note."""
+    """Ids of the flow runs that have a note."""
     return sorted(path.stem for path in _path(home, "").parent.glob("*.json"))
 
 
@@ -54,7 +54,7 @@ def forget_condition(home: Home, flow_run: str) -> None:
 
 
 def met(home: Home, flow_runs: Sequence[str]) -> list[str]:
-    """Return those of the flow runs for whom people have judged enough; a check that fails is logged, and not met."""
+    """Select the flow runs whose condition is met. A check that fails is logged, and counts as not met."""
     found = []
     for name in flow_runs:
         condition = read_json(_path(home, name))

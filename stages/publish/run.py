@@ -225,6 +225,9 @@ def along(row: Any, path: str) -> tuple[list[Any], str]:
     """Walk from a row along `path`: the values on the way, and the rest of the path that cannot be followed.
 
     Names in `path` may contain / and dots.
+
+    >>> along({"sources": {"a/b": {"gold": 2.0}}}, "sources/a/b/kl")
+    ([{'sources': {'a/b': {'gold': 2.0}}}, {'a/b': {'gold': 2.0}}, {'gold': 2.0}], 'kl')
     """
     for name in sorted(row, key=len, reverse=True) if path and isinstance(row, Mapping) else ():
         if re.match(rf"{re.escape(name)}([/.]|$)", path):
