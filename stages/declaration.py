@@ -26,23 +26,25 @@ def always(config: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class From:
-    """Where the form of an input starts, and when the input is read: an annotation of the declaration's argument.
+    """Start value of an input in its form, and the condition for reading it; annotates an argument of the declaration.
 
-    `start` is the label of the store with which the form in Prefect starts, or several by name where the stage takes a table
-    of artifacts. The stage reads the input only if `when` holds for its configuration; otherwise the input named by
-    `instead` is used, so unused inputs do not enter the key.
+    `start` is the label of an artifact in the store, the first value of the field in Prefect's form; for a stage that
+    takes a table of artifacts, several labels by name. The stage reads the input only if `when` holds for its
+    configuration; otherwise the input named by `instead` is used, so unused inputs do not enter the key.
     """
 
     start: str | Mapping[str, str]
     when: Callable[[Any], bool] = always
     instead: str = ""
     default: str = ""
-    """Name that a table `[recipe.NAME]` reads if it gives none, where that is not the part of the data in `start`."""
+    """Default of the input in a table `[recipe.NAME]`, if it differs from the part of the data in `start`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Input(From):
-    """An input of a stage: a keyword argument of its `run`. An `optional` one may be left out; the rest is as in `From`.
+    """An input of a stage: a keyword argument of its `run`.
+
+    An `optional` input may be left out; the rest is as in `From`.
 
     >>> from stages.sft import sft
     >>> sft.inputs["policy"].many, sft.inputs["policy"].start
@@ -75,7 +77,7 @@ class Stage(Generic[P, R]):
     version: int
     """Part of the key; raised when the same configuration gives another result."""
     code: CodePolicy
-    """Whether a change of the code makes a new key (`strict`: stages of seconds) or is only pointed out (`warn`)."""
+    """Whether a change of the code makes a new key (`strict`: stages of seconds) or is only reported (`warn`)."""
     config: Any
     """The configuration: a class, or a union of classes discriminated by `type`."""
     inputs: Mapping[str, Input]

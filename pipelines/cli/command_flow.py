@@ -32,8 +32,8 @@ def run_flow(
 ) -> None:
     """Run the pipeline as a flow; raise ServiceError if Prefect's server is gone before the last stage is done.
 
-    Raises RunHalted if people are waited for, a gate blocks, or the budget is spent; the flow run has that state, and
-    `rlhf resume` finds it.
+    Raises RunHalted if the run waits for people, a gate blocks, or the budget is spent; the flow run has that state,
+    and `rlhf resume` finds it.
     """
 
     @flow(

@@ -1,4 +1,4 @@
-"""Print the differences between two runs, artifacts or profiles (`rlhf diff`), and rerun a stage (`rlhf reproduce`)."""
+"""Print the differences of two runs, artifacts or profiles (`rlhf diff`), and remake an artifact (`rlhf reproduce`)."""
 
 import argparse
 from collections.abc import Sequence

@@ -71,7 +71,7 @@ class StageRow:
 
 
 class PlainDisplay(ProgressLines):
-    """A `Listener` that prints one line per event, for logs and pipes."""
+    """A `Listener` that prints a line per event, for logs and pipes."""
 
     def __init__(self, console: Console) -> None:
         super().__init__()
@@ -205,7 +205,7 @@ class LiveDisplay(Listener):
             return decision, Text(label, style="dim"), "", "", Text(row.reason, style="dim")
         if row.state == "done":
             hit = row.decision == "HIT"
-            fits = len(row.reason.partition(";")[0]) <= room  # half a date says less than none
+            fits = len(row.reason.partition(";")[0]) <= room  # a truncated date is worse than none
             remark = key_metric(row.metrics) if not hit else row.reason if fits else ""
             shown = "" if hit else f"{row.seconds:.1f} s"
             return decision, Text(label), Text("done", style="green"), shown, Text(remark)
@@ -231,7 +231,8 @@ SAVING = "saving"
 """Phase of a stage after its last step: it writes its files, hashes them, and logs them."""
 DECISION_WIDTH, TIME_WIDTH = 8, 7
 NARROW_BAR, WIDE_BAR, WIDE = 16, 24, 100
-"""Columns of a bar, which has to hold `starting engines`, and from which width of the terminal it is the wide one."""
+"""Columns of a narrow bar, which has to hold `starting engines`, and of a wide bar; width of a terminal for the wide
+bar."""
 LEAST_REMARK = 12
 FRAME = 3
 """Lines of the terminal in addition to the rows: heading, last line, and the cursor."""

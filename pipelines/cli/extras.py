@@ -43,7 +43,7 @@ def remedy(module: str) -> str:
 
 
 def _requirements() -> Sequence[str]:
-    metadata = importlib.import_module("importlib.metadata")  # 0.1 s, which commands that find all do without
+    metadata = importlib.import_module("importlib.metadata")  # 0.1 s, which commands save if no module is missing
     try:
         return metadata.requires(PACKAGE) or ()
     except metadata.PackageNotFoundError:  # run from its folder, without an installation

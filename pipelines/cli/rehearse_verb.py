@@ -15,7 +15,7 @@ from pipelines.services.home import Home
 EXIT_PROBLEMS = 1
 CLUSTER = "RAY_ADDRESS"
 QUIET = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-"""Settings of libraries, whose reports on random weights say nothing."""
+"""Settings that silence libraries, whose reports on random weights are meaningless."""
 
 
 def rehearse_profile(options: argparse.Namespace) -> int:

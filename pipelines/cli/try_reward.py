@@ -21,7 +21,7 @@ from rlhf_core.types import Generation, Message, Prompt, answered
 
 LONGEST_ANSWER = 60
 LABEL = "label"
-"""The column that is the label of the prompt; any other one is a field of it."""
+"""The column that is the label of the prompt; any other column is a field of the label."""
 
 
 def try_reward(options: argparse.Namespace) -> None:

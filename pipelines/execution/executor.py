@@ -228,7 +228,7 @@ class RunContext:
     tracker: Tracker
     listener: Listener
     links: Mapping[str, str] = field(default_factory=dict)
-    """Other places where a stage can be looked up; kept in its record and as tags of its tracking run."""
+    """Other pages that show a stage; kept in its record and as tags of its tracking run."""
 
     def key_of(self, spec: StageSpec) -> str:
         """The key under which the store has, or will have, the result of the stage."""

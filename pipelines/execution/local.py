@@ -41,7 +41,10 @@ ATTACH_POLL_S = 0.25  # between looks at a key that another process computes
 
 
 class LazyRuntime:
-    """A `Runtime` that opens the engines of `config` at the first call, so that cached stages start no engine."""
+    """A `Runtime` that opens the engines of `config` at the first call.
+
+    Cached stages neither import nor start an engine.
+    """
 
     def __init__(self, config: RuntimeConfig) -> None:
         self._config = config
@@ -80,7 +83,7 @@ class LazyRuntime:
 
 
 class KeptRuntime:
-    """Engines that several runs use one after the other, as long as these configure them alike."""
+    """Engines that several runs use one after the other, as long as their engine configuration is the same."""
 
     def __init__(self) -> None:
         self._config: RuntimeConfig | None = None

@@ -1,4 +1,4 @@
-"""Open the parts of a run: its store, its tracker, its plan and its executor; or take all of its results from the store."""
+"""Open the parts of a run: its store, tracker, plan and executor; or take all of its results from the store."""
 
 import logging
 import os

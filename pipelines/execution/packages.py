@@ -28,12 +28,12 @@ from rlhf_core.stage.key import StageSpec
 
 @dataclass(frozen=True)
 class Need:
-    """An option that needs a package where it has a value."""
+    """An option that needs a package if it has a certain value."""
 
     part: type[BaseModel]
     option: str
     value: object
-    """The value, or one in the option's tuple; None stands for every value that is not empty."""
+    """The value, or a member of the option's tuple; None stands for every non-empty value."""
     module: str
     extra: str
     """The extra of this package that has it."""

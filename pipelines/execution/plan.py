@@ -34,7 +34,7 @@ Pipeline = Callable[[PipelineConfig, Stages], object]
 
 NONE_YET: Mapping[str, ArtifactRef] = MappingProxyType({})
 DIGITS = 12
-"""Digits of a key or digest that are shown, which other commands take for the whole."""
+"""Number of digits of a key or digest in output; other commands accept this abbreviation."""
 PENDING, HELD = "pending://", "held://"
 """Beginnings of the uris of placeholders: for a stage that has yet to run, and for a stage held back by a gate."""
 
@@ -262,7 +262,10 @@ class Planner:
 
 
 def expect(ref: ArtifactRef, kind: type[R], label: str) -> R:
-    """Check that `ref` is of the kind that the pipeline expects from a stage. Raises TypeError if not."""
+    """Check that `ref` is of the kind that the pipeline expects from a stage, and return it.
+
+    Raises TypeError if not.
+    """
     if not isinstance(ref, kind):
         raise TypeError(f"{label}: returned {type(ref).__name__}, not {kind.__name__}")
     return ref

@@ -1,4 +1,4 @@
-"""A request to plan or run a profile, as a command, a Python program, a form of Prefect and `rlhf resume` make it."""
+"""A request to plan or run a profile, made by a command, a Python program, a form of Prefect or `rlhf resume`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reject reward functions with an argument that nothing supplies when a run is planned, not when their stage starts."""
+"""When a run is planned, reject reward functions with an argument that nothing gives; their stage would fail later."""
 
 from __future__ import annotations
 

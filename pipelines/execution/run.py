@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 
 class ForcedStages(Stored):
-    """The stages that a run which waits has forced and finished."""
+    """The stages that a waiting run has forced and finished."""
 
     run: str
     labels: list[str]
@@ -153,7 +153,7 @@ R = TypeVar("R", bound=ArtifactRef)
 
 
 def free_slot(stage: str) -> AbstractContextManager[None]:
-    """Hold nothing: a stage that has no limit on the number of runs that compute it."""
+    """No-op slot, for a stage without a limit on the number of runs that compute it at the same time."""
     return nullcontext()
 
 
@@ -167,11 +167,11 @@ class PipelineRun:
     """The plan that was shown before the run; empty if none was made."""
     results: dict[str, ArtifactRef] = field(default_factory=dict)
     started: int = 0
-    """Number of stages that were started, cached ones included, and of groups of them."""
+    """Number of started stages and groups of stages, cached ones included."""
     outcomes: dict[str, StageOutcome] = field(default_factory=dict)
     """Outcome of every finished stage, by label."""
     links: Mapping[str, str] = field(default_factory=dict)
-    """Where the run can be looked up: addresses by name."""
+    """Addresses of the run's pages, by name."""
     page: str = ""
     """Page of the tracking run; `runs:/<id>` where no server shows it yet."""
     headline: str = ""
@@ -179,7 +179,7 @@ class PipelineRun:
     description: str = ""
     """The results and stages in Markdown, when the run has ended."""
     slot: Callable[[str], AbstractContextManager[None]] = free_slot
-    """Holds a slot of a stage, by its name, that runs on one server share; it waits for one."""
+    """Waits for and holds a slot of a stage, by its name; runs on the same server share the slots."""
     note: RunNote | None = None
     """Line of the run in `rlhf runs`; None for a run that it does not list."""
     gates: Gatekeeper = field(init=False)

@@ -21,7 +21,7 @@ REPORT = "report.json"
 OF_POLICIES = ("gold", "reward_model", "win_rate", "kl", "tokens")
 """Measures of a policy in the report of `evaluate`, the most informative first."""
 LOW, HIGH, PROMPTS = "_low", "_high", "_prompts"
-"""Ends of the names of metrics that are the interval of another one, and the number of prompts that it is of."""
+"""Suffixes of metric names for the interval of another metric, and for the number of prompts behind it."""
 
 
 @dataclass(frozen=True, slots=True)

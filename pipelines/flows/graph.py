@@ -44,13 +44,16 @@ class RunStage(Protocol):
 
 
 class RunGroup(Protocol):
-    """A function that runs `body`, whose stages a graph shows as one node. `after` are artifacts that it reads."""
+    """A function that runs `body`, whose stages a graph shows as one node.
+
+    `after` lists the artifacts that it reads.
+    """
 
     def __call__(self, label: str, body: Callable[[], T], *, after: Iterable[ArtifactRef]) -> T: ...
 
 
 def ungrouped(label: str, body: Callable[[], T], *, after: Iterable[ArtifactRef]) -> T:
-    """Run `body` without a group: a plan has no graph to show."""
+    """Run `body` without a group, where no graph is shown."""
     return body()
 
 
@@ -86,7 +89,7 @@ class Stages:
     """Key of the table that configures the next stage, for errors; if empty, the label has it."""
     outside: FindOutside = nothing_outside
     prompts: Callable[[PromptsRef], Sequence[Prompt]] = no_prompts
-    """Returns prompts that are there already, and none of an artifact that is yet to be made."""
+    """Returns the prompts of an existing artifact; empty for an artifact that has yet to be made."""
 
     def run(self, stage: Stage[P, R], label: str, *config: P.args, **given: P.kwargs) -> R:
         """Run a stage with its configuration and its inputs as declared, and return its artifact.

@@ -110,8 +110,9 @@ def online_nodes(
 ) -> Iterator[Node]:
     """Yield rounds of generate -> score -> propose -> collect -> reward model -> ppo or dpo.
 
-    The first policy is the reference of all rounds, and reward models are trained from `reward_start`. A prompt is held out
-    in every round or in none, so a reward model of a round was trained on none of their prompts. The first one may have been.
+    The first policy is the reference of all rounds, and reward models are trained from `reward_start`. A prompt is held
+    out in every round or in none, so no reward model of a round was trained on held-out prompts. The first reward model
+    may have been.
     """
     reference, model = policy, first_reward_model
     pairs = {"prepared": preferences} if preferences else {}

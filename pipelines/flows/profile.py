@@ -127,7 +127,7 @@ class PipelineConfig(GraphConfig):
         return self
 
     def _check_windows(self, step: Node) -> None:
-        """Raise ValueError for windows of documents of which none is longer than one window."""
+        """Raise ValueError if a step uses windows and no document can be longer than one window."""
         config, longest = step.config, self.prepare_data.max_tokens
         reads_data = isinstance(config, SFTConfig) and step.inputs["demonstrations"] == "demonstrations"
         if isinstance(config, SFTConfig) and reads_data and config.window_overlap and longest <= config.max_length:
@@ -256,7 +256,7 @@ def with_overrides(table: Mapping[str, Any], overrides: Sequence[str]) -> dict[s
 
 
 def profile_digest(config: PipelineConfig) -> str:
-    """Digest of a configuration, which differs from others of the same name."""
+    """Digest of a configuration, which tells configurations of the same name apart."""
     return sha256_text(config.model_dump_json())
 
 
@@ -425,7 +425,7 @@ def _merge_list(entries: Sequence[Mapping[str, Any]], changes: Mapping[str, Any]
 
 
 def _entry(entries: Sequence[Mapping[str, Any]], keys: Sequence[str], value: Any, dotted: str) -> tuple[int, int]:
-    """Index of the entry that the first keys name, or count from 0, and how many keys its name has."""
+    """Index of the entry that the first keys select by name or by position, and the number of keys in its name."""
     names = [entry_name(entry) for entry in entries]
     for used in range(len(keys), 0, -1):
         if names.count(".".join(keys[:used])) == 1:
@@ -567,7 +567,7 @@ def _set(tree: Any, keys: Sequence[str], value: Any) -> None:
 
 
 _PYTHON = re.compile(r"True|False|[+-]?(\d+\.|\d*\.\d+)([eE][+-]?\d+)?")
-"""Switches and numbers as Python has them and TOML has not."""
+"""Booleans and numbers in spellings that Python has and TOML lacks."""
 
 
 def _value(key: str, text: str) -> Any:

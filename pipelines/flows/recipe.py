@@ -263,7 +263,10 @@ def rollouts_of(key: str, given: Any) -> dict[str, Names]:
 
 
 def mixed(key: str, name: str, options: Mapping[str, Any]) -> MixConfig:
-    """The options of a mix. Raises ValueError for a wrong one, by its key in the table `key`; `name` is the input."""
+    """The options of a mix.
+
+    Raises ValueError for an invalid mix, by its key in the table `key`; `name` is the input.
+    """
     try:
         return MixConfig(**options)
     except ValidationError as error:

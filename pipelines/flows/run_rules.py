@@ -27,13 +27,12 @@ class GateConfig(Config):
     after: str = Field(min_length=1)
     """Label of the stage, as `rlhf plan` shows it: `reward_model`, `online/round_1/compare`."""
     metric: str = ""
-    """Metric of the stage's record, or the path of a number in its report.json: `accuracy_low`, `policies/ppo/gold/low`.
-    Without one, a person approves every artifact."""
+    """Metric of the stage's record, or the path of a number in its report.json: `accuracy_low`,
+    `policies/ppo/gold/low`. If empty, a person approves every artifact."""
     op: Literal[">=", ">", "<=", "<"] = ">="
     value: float | None = None
     least_prompts: int = added_option(FEWEST_PROMPTS, ge=1)
-    """Least number of prompts that the number is of, where the stage records how many. With fewer, the condition does not
-    hold."""
+    """Least number of prompts behind the number, if the stage records it. With fewer, the condition does not hold."""
     otherwise: Literal["block", "approve", "warn"] = "block"
     """Action if the condition does not hold: `block` blocks all stages after the artifact, `approve` does
     so until a person decides, `warn` only logs."""
@@ -117,8 +116,8 @@ class DeploymentsConfig(Config):
     """Settings that the deployments on one Prefect server share."""
 
     limits: dict[str, Annotated[int, Field(ge=1, le=10_000)]] = {}
-    """Stage, such as `ppo` -> in how many runs at a time it is computed; further ones wait. On the server these are the
-    concurrency limits `stage:ppo`. Results that exist are reused without waiting."""
+    """Stage, such as `ppo` -> number of runs that may compute it at the same time; further runs wait. On the server
+    these are the concurrency limits `stage:ppo`. Results that exist are reused without waiting."""
     priority: Literal["high", "default"] = "default"
     """Work queue of a deployment in a work pool (`rlhf deploy --pool`); runs in `high` start before others."""
 
@@ -147,7 +146,7 @@ class NotifyConfig(Config):
     incoming webhooks require."""
     events: tuple[Event, ...] = ("waiting", "blocked", "over_budget", "failed", "finished")
     timeout_s: float = Field(5.0, gt=0, le=60)
-    """Deadline of the request. A receiver that is away never fails a run."""
+    """Deadline of the request. An unreachable receiver never fails a run."""
 
     @model_validator(mode="after")
     def _check_address(self) -> NotifyConfig:

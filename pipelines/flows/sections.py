@@ -199,7 +199,8 @@ class DistillationConfig(DistillConfig):
     """The teacher, if there are no `teachers` with weights; one or the other."""
     external: Annotated[dict[TeacherName, PretrainedModel], OPERATIONAL] = added_option({})
     """Policies from outside by name, which `teachers` gives a weight: `big = {path = ...}`, a folder, a Hub name with
-    `revision`, or `package:<python package>/<folder>`, with a chat template. Their tokenizers may be other ones."""
+    `revision`, or `package:<python package>/<folder>`, with a chat template. Their tokenizers may differ from the
+    student's."""
 
     @model_validator(mode="after")
     def _check_external_teachers(self) -> DistillationConfig:

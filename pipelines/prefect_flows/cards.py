@@ -201,7 +201,7 @@ def _answers(form: str, question: Question, run: str, store: str) -> str:
 
 
 class ProgressCard:
-    """A progress bar on the task run and a table of its curves, updated every few seconds, and taken away at the end."""
+    """A progress bar on the task run and a table of its curves, updated every few seconds and removed at the end."""
 
     def __init__(self, label: str, curves: Curves) -> None:
         self._label = label
@@ -236,7 +236,7 @@ class ProgressCard:
             _quietly(_rewrite_artifact, artifact=self._table, text=text)
 
     def close(self) -> None:
-        """Take bar and table away: the graph has room for one card of a stage."""
+        """Remove bar and table: the graph has room for one card of a stage."""
         for artifact in (self._bar, self._table):
             if artifact is not None:
                 _quietly(_delete_artifact, 1, key=artifact)

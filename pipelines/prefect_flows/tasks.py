@@ -203,7 +203,7 @@ class TaskRunner:
 
 
 def slots(limits: Mapping[str, int]) -> Callable[[str], AbstractContextManager[None]]:
-    """Set the concurrency limits of stages on the server; return a context manager that holds a slot of a stage.
+    """Set the concurrency limits of stages on the server; return a function that holds a slot of a stage in a block.
 
     A slot of a killed process is free again after a minute. A stage continues if the server is unreachable for a while.
     """

@@ -1,4 +1,4 @@
-"""Runs of deployments that wait for people: written down when they end, run again when people are done."""
+"""Resume runs of deployments that wait for people: noted at their end, and started again when people are done."""
 
 import logging
 import subprocess

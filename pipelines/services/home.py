@@ -182,7 +182,7 @@ SIGN_IN = "/sign-in"
 """Path of our Prefect server that signs a browser in."""
 _OWNER_ONLY = 0o600  # rw-------
 LONGEST_PATH = 470
-"""Bytes of the path of a state folder: SQLite's limit is 512, with the names of the database and of its journal."""
+"""Maximum bytes of the path of a state folder: SQLite's limit is 512, including the names of database and journal."""
 ID_TRIES, ID_WAIT_S = 50, 0.1
 """Number and interval of attempts to read the identity while another process may still be writing it."""
 

@@ -17,7 +17,7 @@ _MLFLOW = re.compile(rf"{_BEFORE}{_OURS}(?=/#/)")
 _RUN = re.compile(rf"{_BEFORE}runs:/([0-9a-f]{{32}})[\w./-]*")
 """Link to a run that was recorded while no MLflow server was up."""
 NEWEST, PER_REQUEST = 2000, 200
-"""Number of cards on Prefect's pages that are looked at, and Prefect's limit for one request."""
+"""Number of cards to update on Prefect's pages, and Prefect's limit for one request."""
 
 
 def with_addresses(text: str, services: Services) -> str:

@@ -1,8 +1,8 @@
 """Run `mlflow server` at a socket of ours: `python -m pipelines.services.mlflow_server DESCRIPTOR server OPTIONS`.
 
 MLflow's command sets up its stores and then starts uvicorn with its application. It takes other applications only from
-installed plugins, and has none that checks the caller without a user database. We therefore become the server where the
-command would start one.
+installed plugins, and has none that checks the caller without a user database. This module therefore replaces the
+server process that the command would start.
 """
 
 import os

@@ -123,7 +123,7 @@ def database_problem(failure: str, url: str) -> str:
 
 
 def reason_in(log: Path, *, after: int = 0) -> str:
-    """The last error in a log after so many bytes, such as a damaged database, in parentheses; empty if it has none."""
+    """The last error in a log after so many bytes, such as a damaged database, in parentheses; "" if it has none."""
     text = log.read_bytes()[after:].decode(errors="replace") if log.is_file() else ""
     errors = [line for line in text.splitlines() if _ERROR.match(line)]
     return f" ({without_secrets(errors[-1])[:LONGEST_REASON]})" if errors else ""

@@ -11,7 +11,7 @@ from stages.declaration import From, stage
 
 
 class CheckpointConfig(Config):
-    """The step of a training whose policy is taken."""
+    """The training step whose exported policy is used."""
 
     step: int = Field(ge=1)
     """A multiple of the training's `export_every`."""

@@ -22,8 +22,8 @@ class CollectPreferencesConfig(Config):
     eval_fraction: float = Field(0.1, ge=0, lt=1)
     """Share of the prompts held out as `eval.parquet`: at least one prompt unless 0."""
     several: Literal["most", "unanimous"] = "most"
-    """Pair of a comparison that several annotators judged: the side that more of them chose, or only if all chose it. A
-    comparison without such a side is dropped and counted, as ties are."""
+    """Chosen side of a comparison that several annotators judged: the side that more of them chose (`most`), or only a
+    side that all of them chose (`unanimous`). A comparison without such a side is dropped and counted, as ties are."""
     min_attention: float = Field(0.0, ge=0, le=1)
     """Share of the attention checks that an annotator must pass; the judgments of others are dropped and counted."""
     gold: Annotated[str, OPERATIONAL] = ""  # in the key by its code, as every function is, and not if there is none

@@ -15,7 +15,7 @@ class CompareRewardModelsConfig(Config):
     """The pairs on which the reward models are compared."""
 
     split: Literal["eval", "all"] = "eval"
-    """Which pairs: the held-out ones, or all of them, for reward models that were trained on none of these."""
+    """Pairs to compare on: the held-out pairs, or all pairs, for reward models that were trained on none of them."""
     suites: dict[str, Suite] = added_option({})
     """Suites of chosen and rejected answers by name, local files, on which accuracy is reported by subset."""
 

@@ -15,8 +15,8 @@ def run(
 ) -> PreferencesRef:
     """Merge the pairs of all `preferences`, in the order of their names; the sources name the origin of each pair.
 
-    A pair that is there twice is kept once. A prompt that is held out anywhere is held out everywhere, so that nothing
-    that is trained on is also measured on.
+    A duplicate pair is kept once. A prompt that is held out anywhere is held out everywhere, so that no prompt is used
+    both for training and for evaluation.
     """
     rows: dict[str, list[Preference]] = {split: [] for split in SPLITS}
     for name, ref in sorted(preferences.items()):

@@ -153,7 +153,7 @@ def learn(
 ) -> tuple[Sequence[Rollout], Metrics]:
     """Measure the rollouts of a step, estimate their advantages, and update the models.
 
-    Returns the rollouts that were used: all, or the ones with a greedy answer if the estimator compares with it (remax).
+    Returns the used rollouts: all, or only those with a greedy answer if the estimator compares with it (remax).
     """
     models, greedy, sampling = state.models, tuple[float, ...](), config.at(step).sampling
     if config.estimator and config.estimator.asks_greedy:

@@ -30,7 +30,7 @@ class PrepareDataConfig(Config):
     model: BaseModelConfig = InitModel()
     chat_template: str = MODEL_TEMPLATE
     """Chat template: `model` for the tokenizer's own, `chatml` for `rlhf_core.data.chat.CHATML_LIKE`, `deepseek_r1`,
-    `nemotron_3` and `glm_4_5` for models whose own one has no exact loss masks, or the path of a Jinja file."""
+    `nemotron_3` and `glm_4_5` for models whose own template has no exact loss masks, or the path of a Jinja file."""
     max_prompt_tokens: int = Field(128, ge=4)
     """Maximum number of tokens of a prompt, including its generation prompt."""
     max_tokens: int = Field(256, ge=8)

@@ -15,7 +15,7 @@ class ProposeComparisonsConfig(Config):
     """The choice of the pairs, and the comparisons that check the annotators."""
 
     strategy: Literal["random", "margin", "disagreement"] = "random"
-    """Order of the pairs: `margin` those whose rewards are closest, `disagreement` those over whose order the
+    """Order of the pairs: `margin` takes the closest rewards first, `disagreement` the pairs over whose order the
     components of the reward disagree most."""
     budget: int = Field(100, ge=1)
     """Maximum number of different pairs, over all prompts."""

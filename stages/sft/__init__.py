@@ -28,8 +28,9 @@ class SFTConfig(ExportingConfig):
     train_on: Literal["assistant", "all"] = "assistant"
     """Tokens to train on; `all` means every token but the first, including prompts and the template's own tokens."""
     window_overlap: int = added_option(0, ge=0)
-    """Above 0, with `train_on = "all"`: longer documents are not cut, but trained in windows of `max_length` tokens. A window
-    begins with so many of the last tokens of the one before, as context: no token is trained on twice."""
+    """Above 0, with `train_on = "all"`: longer documents are not cut, but trained in windows of `max_length` tokens.
+    Each window begins with this many of the last tokens of the previous window, as context: no token is trained on
+    twice."""
     export_every: int = added_option(0, ge=0)
     """Number of steps after which the model is exported, each time: as the policies `<name>_<step>` of a section or a step of
     a recipe, which are evaluated, too. It needs `loop.max_steps`. 0 exports the last model alone."""

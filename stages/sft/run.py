@@ -61,7 +61,7 @@ def run(config: SFTConfig, *, policy: PolicyRef, demonstrations: DemonstrationsR
 
 
 def open_exports(steps: tuple[int, ...], loop: LoopConfig, samples: int, context: StageContext) -> Exports:
-    """The exports after `steps`. Raises ConfigError if the data end before the steps that name them."""
+    """Open the exports after `steps`. Raises ConfigError if the data end before one of these steps."""
     last = total_steps(samples, loop) if samples else 0
     if steps and last < loop.max_steps:
         rule = f"there are {last} steps in the data, and the policies of `export_every` are named by this number"

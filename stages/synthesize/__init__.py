@@ -20,7 +20,7 @@ class SynthesizeConfig(Config):
     """Use of the replies: `demonstrations` answer the prompt, `prompts` are new ones, `pairs` prefer the last reply of a
     conversation to the first, and `generations` are answers that `score` and `select` read."""
     server: ChatServer | None = None
-    """Server of the model that is asked; without one the input `policy` is."""
+    """Server of the model that replies; without a server, the input `policy` replies."""
     template: str = ""
     """Text of the request; `{prompt}` and `{label}` are filled in, other braces stay. If empty, the prompt itself is
     the request."""

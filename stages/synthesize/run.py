@@ -66,9 +66,9 @@ class Reply(NamedTuple):
 
     text: str
     truncated: bool
-    """Whether the token limit cut it off; for pairs, it or the first one."""
+    """Whether the token limit cut it off; for pairs, this reply or the first one."""
     first: str = ""
-    """The first reply, of pairs alone."""
+    """The first reply; only for pairs."""
 
 
 Ask: TypeAlias = Callable[[Sequence[Sequence[Message]], Sequence[int]], list[Reply]]
