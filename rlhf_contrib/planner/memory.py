@@ -1,7 +1,8 @@
 """Predict the memory of a rank from the settings of the trainer and the shape of a model: arithmetic without torch.
 
-The terms describe `rlhf_core.training.engines` as they are, each under its own name. With P parameters of the model, T of
-them trained (all, or the adapters), R ranks that share them, s bytes of the precision and B = `BUCKET`, the largest are
+The terms follow the allocations of `rlhf_core.training.engines`, each under a separate name. With P parameters of the
+model, T of them trained (all, or the adapters), R ranks that share them, s bytes of the precision and B = `BUCKET`, the
+largest are
 
     ZeRO 3, bfloat16    2 P/R + 16 T/R + 2 B between steps (float32: 4 P/R + 16 T/R + 4 B)
     ZeRO 1, bfloat16    2 P   + 12 T/R + 4 T,  and 8 T to send gradients
