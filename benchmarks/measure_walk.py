@@ -4,7 +4,7 @@
 
 A toy policy is trained with GAE for three steps of one prompt each, on the runtime in this process; the calls of the
 second step are traced. Every function that is entered counts, in every thread. Code that runs at import does not count,
-and the work of a reward in its own process is not seen. A switch is a call in another file than the call before it.
+and the work of a reward in a separate process is not traced. A switch is a call in another file than the previous call.
 """
 
 from __future__ import annotations

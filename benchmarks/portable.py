@@ -79,7 +79,7 @@ SEVERAL_PROCESSES = (
     "tests/rlhf_core/training/test_wide_head.py",
     "tests/stages/test_invariants_engines.py",
 )
-"""Excluded from most settings of the full selection: engines and ranks in processes, two thirds of the time."""
+"""Excluded from most settings of the full selection: engines and ranks in processes, which take most time."""
 SETTINGS_OF_SEVERAL: tuple[Mapping[str, str], ...] = (
     {},
     *(ALL | {THREADS: n} for n in "12"),

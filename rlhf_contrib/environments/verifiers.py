@@ -1,7 +1,7 @@
 """Use environments of `verifiers`, which run in another interpreter and call the policy at a local endpoint.
 
-One process of `verifiers_runner` plays all episodes of one process of ours. It is restarted if it ends; the episodes in
-progress have failed then.
+One process of `verifiers_runner` plays all episodes of one of our processes. It is restarted if it ends; the episodes
+in progress have failed then.
 """
 
 import asyncio

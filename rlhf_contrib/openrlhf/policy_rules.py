@@ -40,7 +40,7 @@ def advantage(one: Sheet) -> None:
 
 
 def policy_loss(one: Sheet) -> None:
-    """Write the clipped loss. Two bounds take precedence over one, and gspo has its own aggregation."""
+    """Write the clipped loss. Two bounds take precedence over one, and gspo has a separate aggregation."""
     kind = "gspo" if one.text("policy_loss_type") == "gspo" else "clip"
     one.put("ppo.loss.type", kind, "policy_loss_type")
     name = "eps_clip_low_high" if one.has("eps_clip_low_high") else "eps_clip"

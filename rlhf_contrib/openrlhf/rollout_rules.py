@@ -166,7 +166,7 @@ def reward_model_of_rollouts(one: Sheet, name: str, key: str) -> None:
 
 
 def outside(one: Sheet, key: str, path: str, name: str) -> None:
-    """Write the import of a reward model, given by the flag `name`. OpenRLHF gives it the policy's text unchanged."""
+    """Write the import of a reward model, given by the flag `name`. OpenRLHF scores the policy's text unchanged."""
     one.put(f"{key}.path", path, name)
     if one.draft.template:
         one.put(f"{key}.template", "policy", note="the script applies no chat template")

@@ -109,7 +109,7 @@ class Scanner:
         self._unquoted_piece(_PLAIN_IN_QUOTES, quoted=True)
 
     def _unquoted_piece(self, plain: re.Pattern[str], *, quoted: bool) -> None:
-        """Consume pieces that are read alike inside and outside of double quotes; `plain` matches plain characters."""
+        """Consume pieces with the same syntax inside and outside of double quotes; `plain` matches plain characters."""
         char = self.text[self.at]
         if char in "$`":
             self.dollar(quoted=quoted)

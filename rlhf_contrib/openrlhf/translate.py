@@ -75,7 +75,7 @@ def _source(source: SheetSource) -> str:
 
 
 def _one_line(text: str) -> str:
-    """`text` as it may stand in a TOML comment: without line ends and control characters."""
+    """`text` in a form that a TOML comment allows: without line ends and control characters."""
     return "".join(char if char.isprintable() else "?" for char in " ".join(text.split()))
 
 

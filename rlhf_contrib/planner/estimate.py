@@ -266,7 +266,7 @@ def host_bytes(
         return {name: sum(memory.host_moments.get(moment, {}).values()) for name, memory in memories.items()}
 
     # Copies of all trained models may wait to be written; with offloaded states, a model is written before the next is
-    # copied. Weights are handed out by one rank, through Ray's store.
+    # copied. One rank sends the weights through Ray's store.
     copied = [size * ranks[name] for name, size in used("save").items()]
     saved = max(copied, default=0.0) if runtime.trainer.offload_optimizer else sum(copied)
     # Rank 0 holds a copy of tensors that leave the GPU before they are sent.

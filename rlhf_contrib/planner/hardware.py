@@ -63,7 +63,7 @@ HARDWARE = {
     # NVIDIA A100 40GB data sheet (SXM): 312 TFLOPS, 1.555 TB/s; DGX A100 of 40 GB: 1 TB.
     "a100-40g": Hardware("a100-40g", 40e9, 312e12, 1.555e12, 230e9, 160e9, 25e9, 25e9, 8, 1e12, 0.5),
     # NVIDIA A100 80GB data sheet (SXM): 312 TFLOPS, 2.039 TB/s, NVLink 600 GB/s both ways; DGX A100: 8 x 200 Gb/s, 2 TB.
-    # Products reach 43 to 52 %, with recomputed activations counted as they are here (arXiv 2104.04473, table 1).
+    # Products reach 43 to 52 %, with recomputed activations counted as here (arXiv 2104.04473, table 1).
     "a100": Hardware("a100", 80e9, 312e12, 2.039e12, 230e9, 160e9, 25e9, 25e9, 8, 2e12, 0.5),
     # NVIDIA L40S data sheet: 48 GB, 362 TFLOPS, 864 GB/s, PCIe 4.0.
     "l40s": Hardware("l40s", 48e9, 362e12, 0.864e12, 10e9, 20e9, 25e9, 25e9, 8, 1e12),

@@ -192,7 +192,7 @@ def _partitioned(role: Role, config: TrainerConfig, ranks: int, on_cpu: bool) ->
         }
         flat = {"gradients of a group": 4.0 * min(trained, LIVE) / ranks}
         if config.offload_optimizer:
-            # torch's AdamW makes its intermediate results anew for a whole group.
+            # torch's AdamW allocates new intermediate results for a whole group.
             host = {f"{name}, offloaded": number for name, number in states.items()}
             host_moments["train"] = {"update": 8.0 * min(trained, LIVE) / ranks} | flat
             flat = {}

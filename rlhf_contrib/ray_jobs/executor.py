@@ -150,7 +150,7 @@ class Watcher:
         decision: Decision,
     ) -> None:
         self.decision = decision
-        """The latest reported decision: the newest of the job, or our own to ATTACH."""
+        """The latest reported decision: the newest of the job, or this run's to ATTACH."""
         self._folder = folder
         self._label = label
         self._listener = listener

@@ -122,7 +122,7 @@ class RayJobs:
 
 def _connect(address: str) -> Any:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    # The command line imports this module for every run; only those that execute on Ray jobs need Ray.
+    # The command line imports this module for every run; only runs that execute as Ray jobs need Ray.
     from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
     from ray.job_submission import JobSubmissionClient
 

@@ -35,8 +35,8 @@ REFUSED_FOR_GOOD = (401, 403, 404, 405, 422)  # the key, the address or the prot
 class SandboxFusion:
     """Runs Python programs as `run_program` does, on the server at `url`. Use it in a `with` block.
 
-    Up to three requests are sent, none after a timeout. RewardError when it gives no result, ConfigError when
-    the address is none, or is refused.
+    Up to three requests are sent, none after a timeout. RewardError if it returns no result, ConfigError if
+    the address is invalid or rejected.
 
     >>> with SandboxFusion("http://sandbox:8080", {}) as run:                     # doctest: +SKIP
     ...     run("print(input())", "4", limits=Limits()).stdout

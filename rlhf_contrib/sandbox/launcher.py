@@ -183,7 +183,7 @@ def watch(pid: int, out: int, err: int, spec: Spec) -> tuple[str, dict[int, byte
 
 def finish(pid: int, mode: str) -> int:
     """Kill the program and all processes that it started; returns its exit status (minus the signal that ended it)."""
-    os.kill(pid, signal.SIGKILL)  # also of one that ended: it is not reaped yet, so the number is still its own
+    os.kill(pid, signal.SIGKILL)  # also if it has ended: it is not reaped yet, so the pid is not reused
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     if mode == "none":  # orphans become our children; repeat until none is left
         with contextlib.suppress(ChildProcessError):
@@ -300,7 +300,7 @@ def drop_rights() -> None:
     os.setgroups([])
     os.setresgid(NOBODY, NOBODY, NOBODY)
     os.setresuid(NOBODY, NOBODY, NOBODY)
-    check(libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0), "prctl")  # or our own /proc/self/uid_map would be root's
+    check(libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0), "prctl")  # otherwise /proc/self/uid_map would belong to root
 
 
 def mount_all(work: Path, spec: Spec) -> None:
@@ -328,7 +328,7 @@ def mount_all(work: Path, spec: Spec) -> None:
     mount("tmpfs", str(place), "tmpfs", shielded, f"size={spec['file_bytes']},nr_inodes=4096,mode=1777")
     os.chdir(work)
     check(libc.syscall(SYSTEM_CALLS["pivot_root"][machine()[1]], b".", b"."), "pivot_root")
-    check(libc.umount2(b".", MNT_DETACH), "umount2")  # the old root, which lies on the new one
+    check(libc.umount2(b".", MNT_DETACH), "umount2")  # the old root, which is mounted over the new one
     os.chdir("/")
 
 

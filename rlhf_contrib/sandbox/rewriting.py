@@ -23,7 +23,7 @@ def test_input(code: str, word: str) -> str:
     names = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
     used = {name for name in names if name[:2] != "__"}
     free = used - own - _BUILTINS
-    if free - {"self"}:  # else the program may be asked for a function `sum`
+    if free - {"self"}:  # without any, the program may define a function named `sum`
         used -= _BUILTINS - own
     tree = ast.fix_missing_locations(_Arguments(tree, free).visit(tree))
     parts = {"code": ast.unparse(tree), "used": sorted(used), "free": sorted(free), "word": word}

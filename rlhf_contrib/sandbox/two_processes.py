@@ -539,7 +539,7 @@ def run(program: str) -> None:
         os.close(down[1])
         os.close(up[0])
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.dup2(2, 1)  # the parent's output is its own
+        os.dup2(2, 1)  # keep the parent's output separate
         side = ProgramSide(down[0], up[1])
         sys.stdin = ProgramInput(side)
         sys.setrecursionlimit(sys.getrecursionlimit() + 50)  # for the functions of this module

@@ -68,7 +68,7 @@ class VllmServerSampler:
     """A `Sampler` over several servers of one policy. Close it: it has a thread, connections and a folder.
 
     A server that cannot be reached is left out with a warning until the next weights. If none is left, SamplerLostError
-    is raised. A server with other weights than those that were sent is an error at once.
+    is raised. A server with other weights than the ones sent raises an error at once.
 
     >>> VllmServerSampler(Path("policy"), config).generate(requests, SamplingConfig())   # doctest: +SKIP
     """
@@ -109,7 +109,7 @@ class VllmServerSampler:
                 self._completion(request, future, sampling) for request, future in zip(requests, asked, strict=True)
             ]
         finally:
-            self._cancel(asked)  # cancels those that still wait if another one failed
+            self._cancel(asked)  # cancels requests that still wait if another one failed
 
     def advance(
         self, new: Sequence[tuple[int, SamplingRequest]], sampling: SamplingConfig

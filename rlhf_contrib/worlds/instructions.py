@@ -2,7 +2,7 @@
 
     Tell me about cats. Use at most 12 words. Avoid commas.
 
-Held-out prompts are of three kinds, named in their source: topics that no training prompt asks about, pairs and
+Held-out prompts are of three kinds, named in their source: topics that occur in no training prompt, pairs and
 triples of instructions that no training prompt combines, and kinds of instructions that no training prompt has. All of
 them are about held-out topics. A prompt's label contains the instructions and the topic of its answer
 (`rlhf_core.rewards.library.instructions`).
