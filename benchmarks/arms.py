@@ -1,14 +1,14 @@
-"""Compare the policies of a recipe over seeds: held-out gold reward by source of the prompts, suites, groups without gradient.
+"""Compare the policies of a recipe over seeds: held-out gold reward by prompt source, suites, groups without gradient.
 
     python -m benchmarks.arms specialists --seeds 3
     python -m benchmarks.arms difficulty --seeds 3
     python -m benchmarks.arms specialists --print
 
-The first word names a profile beside this file: `specialists.toml` has a student of two specialists, mixed PPO of as many
-steps, and merges; `difficulty.toml` has GRPO on all prompts and on those that are neither too easy nor too hard. Gold reward,
-which no training of the support desk sees, is measured on held-out prompts; in arithmetic it is the share of right answers. A
-group has no gradient if its answers all earn the same; the share is that over all steps. Every seed is appended to
-`<state>/<profile>.jsonl`, and `--print` prints the table from that file.
+The first word names a profile in this folder: `specialists.toml` has a student of two specialists, mixed PPO of as many
+steps, and merges; `difficulty.toml` has GRPO on all prompts, and on prompts of medium difficulty only. Gold reward,
+which no training of the support desk uses, is measured on held-out prompts; in arithmetic it is the fraction of correct
+answers. A group has no gradient if all of its answers have the same reward; the fraction is over all steps. Each seed
+is appended to `<state>/<profile>.jsonl`, and `--print` prints the table from that file.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ NO_GRADIENT = "/rollout/zero_variance"
 
 @dataclass(frozen=True)
 class Result:
-    """What one seed measured of each policy."""
+    """Measurements of one seed, for each policy."""
 
     seed: int
     overrides: Sequence[str]
     gold: Mapping[str, Mapping[str, Sequence[float]]]
     """policy -> source -> mean, low and high of the 95 % interval."""
     others: Mapping[str, Mapping[str, float]]
-    """policy -> measure of a suite, or the share of groups without gradient in its training -> value."""
+    """policy -> metric of a suite, or the fraction of groups without gradient in its training -> value."""
 
 
 def measure(profile: Path, seed: int, state: Path, overrides: Sequence[str]) -> Result:
@@ -68,16 +68,16 @@ def measure(profile: Path, seed: int, state: Path, overrides: Sequence[str]) -> 
 
 
 def logged(result: StageResult, metric: str) -> list[float]:
-    """Return what a stage logged of a metric, whose name begins with that of the stage, step by step."""
+    """The logged values of a stage's metric, step by step; the metric's name begins with the stage's."""
     store = ArtifactStore(next(folder for folder in result.path.parents if (folder / "objects").is_dir()))
     keys = [record.key for record in store.records() if record.handle and record.handle.digest == result.digest]
-    file = attempts.metrics(store.attempts(keys[-1]))  # whichever made it, the values are the same
+    file = attempts.metrics(store.attempts(keys[-1]))  # any of them: the values are the same
     curves = read_curves(file) if file.is_file() else {}
     return [value for name, points in curves.items() if name.endswith(metric) for _, value in points]
 
 
 def table(results: Sequence[Result]) -> str:
-    """Return a row for each policy and seed.
+    """A table with a row for each policy and seed.
 
     >>> print(table([Result(17, [], {"sft": {"all": [0.2, 0.1, 0.3]}}, {"sft": {"solved": 0.5}})]))
     | policy | seed | all | solved |

@@ -1,4 +1,4 @@
-"""Run a stage that computes a fixed amount of nothing, to compare the overhead around a stage with the stage itself."""
+"""Run a stage with a fixed amount of dummy work, to compare the overhead around a stage with the stage itself."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ VERSION = 1
 
 BLOCK = bytes(1 << 20)
 METRICS = 12
-"""As many as a training step reports."""
+"""As many metrics as a training step reports."""
 
 
 class BusyConfig(Config):
-    """So many steps of so many hashed MiB."""
+    """Number of steps, and hashed MiB per step."""
 
     steps: int = 600
     blocks_per_step: int = 40
@@ -33,7 +33,7 @@ def work(config: BusyConfig) -> str:
 
 
 def run(config: BusyConfig, *, context: StageContext) -> PolicyRef:
-    """Do the steps, and say of each what a training step says."""
+    """Do the steps, and report the same metrics for each as a training step."""
     for step in range(1, config.steps + 1):
         work(config)
         context.metrics(step, {f"train/value_{i}": float(step * i) for i in range(METRICS)})
@@ -43,7 +43,7 @@ def run(config: BusyConfig, *, context: StageContext) -> PolicyRef:
 
 
 def busy_spec(config: BusyConfig, *, label: str, seed: int) -> StageSpec:
-    """Return the spec of one such stage."""
+    """The spec of one such stage."""
     return StageSpec(
         name=NAME,
         module="benchmarks.busy_stage",

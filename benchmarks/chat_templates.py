@@ -1,10 +1,10 @@
-"""How chat templates are trained on: `python -m benchmarks.chat_templates [a Jinja file or a folder of them ...]`.
+"""Show how chat templates are trained on: `python -m benchmarks.chat_templates [a Jinja file or a folder of them ...]`.
 
-Prints a row for each template: one example for a conversation, one for each answer (the template rewrites earlier
-turns), or the reason why it is refused; without reasoning in the answers and with it. Each example is checked: what comes
-before an answer are the tokens that the sampler would receive, and the answer ends with its end-of-turn token. Without
-arguments the templates are small ones with the habits of current models, Llama 4's own one as the installed
-transformers has it, and those that we ship.
+Prints a row for each template: one example per conversation, one per answer (if the template rewrites earlier turns),
+or the reason for rejecting it; both without and with reasoning in the answers. Each example is checked: the tokens
+before an answer must be the sampler's prompt, and the answer must end with its end-of-turn token. Without arguments,
+the templates are small ones with the habits of current models, Llama 4's template from the installed transformers, and
+the shipped ones.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ HABITS = {
         "{{ m['content'] + '<|im_end|>\\n' }}{% endfor %}" + _OPENED
     ),
 }
-"""What a template does -> a small one that does it."""
+"""Behavior of a template -> a small template with this behavior."""
 
 PLAIN = (
     Message("user", "What is 12 + 30?"),
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def templates(paths: Sequence[Path]) -> Iterator[tuple[str, str]]:
-    """Yield name and text of the templates in `paths`; without any, those of `HABITS`, Llama 4's and those that we ship."""
+    """Yield name and text of the templates in `paths`; without any, of `HABITS`, Llama 4 and the shipped templates."""
     if not paths:
         yield from HABITS.items()
         yield "Llama 4", llama_4()
@@ -105,15 +105,15 @@ def templates(paths: Sequence[Path]) -> Iterator[tuple[str, str]]:
 
 
 def llama_4() -> str:
-    """Return the template of Llama 4 from the installed transformers: the only one of a model that it has."""
-    # 10 s: other templates are looked at without it.
+    """The template of Llama 4 from the installed transformers, the only model template that it includes."""
+    # The import takes 10 s, and other templates do not need it.
     from transformers.models.llama4.processing_llama4 import chat_template
 
     return str(chat_template)
 
 
 def outcome(template: str, messages: Sequence[Message]) -> str:
-    """Return how the conversation is trained on with `template`, or why it is not."""
+    """Describe how the conversation is trained on with `template`, or why it is rejected."""
     try:
         chat = ChatTemplate(tokenizer(template), ends=end_ids(tokenizer(template)))
         samples = chat.examples(messages, max_length=1 << 20)
@@ -127,7 +127,7 @@ def outcome(template: str, messages: Sequence[Message]) -> str:
 
 
 def exact(chat: ChatTemplate, messages: Sequence[Message], samples: Sequence[TokenSample]) -> bool:
-    """Return whether each answer follows the sampler's prompt and ends with the end of its turn."""
+    """Whether each answer follows the sampler's prompt and ends with the end of its turn."""
     answers = [at for at, message in enumerate(messages) if message.role == "assistant"]
     found = [span for sample in samples for span in spans(sample)]
     return len(found) == len(answers) and all(
@@ -147,7 +147,7 @@ def spans(sample: TokenSample) -> Iterator[tuple[Column[int], Column[int]]]:
 
 
 def tokenizer(template: str) -> Any:
-    """Return a tokenizer of bytes with the end tokens of current models and `template`."""
+    """A byte-level tokenizer with the end tokens of current models and `template`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -162,12 +162,12 @@ def tokenizer(template: str) -> Any:
 
 
 def end_ids(made: Any) -> list[int]:
-    """Return the ids of the end tokens."""
+    """The ids of the end tokens."""
     return [int(made.convert_tokens_to_ids(token)) for token in ENDS]
 
 
 def _says(chat: ChatTemplate, samples: Sequence[TokenSample], content: str) -> bool:
-    """Return whether an answer's words are trained; a reasoning may have been opened by the prompt."""
+    """Whether an answer's words are trained on; the reasoning may have been opened by the prompt."""
     said = [chat.tokenizer.decode(run) for sample in samples for _, run in spans(sample)]
     return any(content.removeprefix("<think>\n") in text for text in said)
 

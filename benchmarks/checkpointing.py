@@ -1,11 +1,11 @@
-"""Measure the cost of checkpoints: the seconds that training waits for one, and their share of its time at an interval.
+"""Measure the cost of checkpoints: the seconds that training waits for one, and their share of the time per interval.
 
     python -m benchmarks.checkpointing
     python -m benchmarks.checkpointing --folder /mnt/store --markdown build/checkpointing.md
 
-The variants run side by side, three times, on Llamas with random weights. `waiting for the disk` is the cost without a
+The variants alternate, three times, on Llamas with random weights. `waiting for the disk` is the cost without a
 background thread: copy, files, checksums and seal, one after the other, before the next step. A checkpoint is written
-while the `steps` of a case are made; the share is what it adds to as many steps as an interval has.
+during the `steps` of a case; the fraction is the time that it adds to the steps of one interval.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Measured:
-    """Megabytes of a checkpoint, seconds that training waits for one in each way, and of the loop without and with."""
+    """Megabytes of a checkpoint, seconds that training waits for it in each way, and of the loop without and with."""
 
     megabytes: float
     waits_disk: float
@@ -95,7 +95,7 @@ HEAD = (
 
 
 def line_of(name: str, case: Case, run: Measured, interval: int) -> str:
-    """Return the line of the table for one repeat; the share is what a checkpoint adds to `interval` bare steps."""
+    """A line of the table for one repeat; the fraction is the time that a checkpoint adds to `interval` bare steps."""
     share = (run.saved - run.bare) / (run.bare / case.steps * interval)
     cells = (
         name, f"{run.megabytes:.1f} MB", f"{run.waits_disk:.3f} s", f"{run.waits_copy:.3f} s",
@@ -105,10 +105,10 @@ def line_of(name: str, case: Case, run: Measured, interval: int) -> str:
 
 
 def measure(case: Case, folder: Path) -> list[Measured]:
-    """Return `REPEATS` measurements; what is compared alternates, so that a busy machine is busy for both."""
+    """Make `REPEATS` measurements; the variants alternate, so that other load on the machine affects both."""
     with closing(make_trainer(case, folder / "policy")) as trainer:
         checkpoints = Checkpoints(folder / "checkpoints")
-        train(trainer, case, steps=2)  # makes the state of the optimizer
+        train(trainer, case, steps=2)  # creates the optimizer states
         save(trainer, checkpoints)
         checkpoints.settle()
         runs = []
@@ -127,7 +127,7 @@ def measure(case: Case, folder: Path) -> list[Measured]:
 
 
 def make_trainer(case: Case, folder: Path) -> LocalTrainer:
-    """Return a trainer of the plain engine, whose model has random weights."""
+    """Open a trainer of the plain engine, whose model has random weights."""
     heads = case.hidden // 64
     shape = InitModel(
         vocab_size=VOCABULARY, hidden_size=case.hidden, layers=case.layers, heads=heads, kv_heads=heads,
@@ -140,7 +140,7 @@ def make_trainer(case: Case, folder: Path) -> LocalTrainer:
 
 
 def train(trainer: LocalTrainer, case: Case, *, steps: int) -> None:
-    """Make `steps` optimizer steps."""
+    """Take `steps` optimizer steps."""
     generator = random.Random(3)
     for _ in range(steps):
         rows = [ids([generator.randrange(10, VOCABULARY) for _ in range(case.length)]) for _ in range(case.rows)]
@@ -149,33 +149,33 @@ def train(trainer: LocalTrainer, case: Case, *, steps: int) -> None:
 
 
 def train_and_save(trainer: LocalTrainer, case: Case, checkpoints: Checkpoints, *, steps: int) -> None:
-    """Save, make `steps` steps, and wait for what is still on its way, as the next checkpoint would."""
+    """Save, take `steps` steps, and wait for the pending write, as the next checkpoint would."""
     save(trainer, checkpoints)
     train(trainer, case, steps=steps)
     checkpoints.settle()
 
 
 def save(trainer: LocalTrainer, checkpoints: Checkpoints) -> None:
-    """Save as a stage does: return when the copy is made."""
+    """Save as a stage does; returns when the copy is complete."""
     with checkpoints.saving(1, {}) as folder:
         trainer.save(folder)
 
 
 def save_and_wait(trainer: LocalTrainer, checkpoints: Checkpoints) -> None:
-    """Save, and return when the checkpoint is whole and on the disk."""
+    """Save, and wait until the checkpoint is complete and on the disk."""
     save(trainer, checkpoints)
     checkpoints.settle()
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Return how long `work` takes."""
+    """Measure the duration of `work`."""
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
 
 
 def megabytes(checkpoints: Checkpoints) -> float:
-    """Return the size of the newest checkpoint."""
+    """Megabytes of the newest checkpoint."""
     newest = checkpoints.latest()
     return folder_bytes(newest.path) / 1e6 if newest else 0.0
 

@@ -1,11 +1,11 @@
 """CPU time and memory of a PPO step in the driver, per sampled token, part by part.
 
-The step is walked as `stages/ppo/run.py` walks it, over workers of a real Ray whose models are noise: answers of unequal
+The step follows `stages/ppo/run.py`, with workers of a real Ray whose models return noise: answers of unequal
 lengths, the log of rollouts, the sequences to measure and their log-probs and values, advantages (gae, KL in the reward),
 and one update of policy and value model.
 
     python -m benchmarks.driver --answers 1024 --tokens 4096
-    python -m benchmarks.driver --before HEAD~1     # the same on an earlier revision whose steps are flat arrays, in the same run
+    python -m benchmarks.driver --before HEAD~1     # also an earlier revision with flat arrays, in the same run
 """
 
 import argparse
@@ -31,9 +31,9 @@ Figures = dict[str, tuple[float, float]]  # microseconds and bytes a token of ea
 
 
 def anonymous() -> int:
-    """Return the bytes of this process that are no file's and no shared memory's."""
+    """Bytes of this process's anonymous memory, without files and shared memory."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what is free is not held
+    ctypes.CDLL(None).malloc_trim(0)  # release free memory
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
 
@@ -49,11 +49,11 @@ class Clock:
         self._first = self._last = self._read()
 
     def skip(self) -> None:
-        """Leave out what was done since the last part."""
+        """Exclude the work since the last part."""
         self._last = self._read()
 
     def ended(self, part: str) -> None:
-        """Note a part: seconds a token for it, or bytes a token held after it."""
+        """Record the end of a part: its seconds per token, or the bytes per token held after it."""
         now = self._read()
         seconds = self._read is time.process_time
         self.parts[part] = (now - (self._last if seconds else self._first)) / self.tokens
@@ -61,12 +61,12 @@ class Clock:
 
 
 def count_numbers(samples: Any) -> float:
-    """Return how many numbers per token there are, after a look at each."""
+    """Read every array, and count the numbers per token."""
     return float(sum(map(len, (samples.token_ids, samples.loss_mask, *samples.fields.values()))))
 
 
 class Noise:
-    """A worker whose models are noise: what is measured is the driver."""
+    """A worker whose models return noise, because only the driver is measured."""
 
     def generate(self, requests: Any, sampling: Any) -> Any:
         import numpy as np
@@ -108,7 +108,7 @@ class Noise:
         return time.process_time()
 
     def pid(self) -> int:
-        """Import what the other methods use."""
+        """Import the modules that the other methods need."""
         import torch
 
         import rlhf_core.training.experience  # noqa: F401
@@ -118,7 +118,7 @@ class Noise:
 
 
 def walk(answers: int, tokens: int) -> Figures:
-    """Return microseconds and bytes a token of each part of a step with `answers` answers of up to `tokens` tokens."""
+    """Measure microseconds and bytes per token of each part of a step with `answers` answers of at most `tokens`."""
     import ray
     import torch
 
@@ -141,7 +141,7 @@ def walk(answers: int, tokens: int) -> Figures:
         with tempfile.TemporaryDirectory() as folder:  # removing it takes 2 ns a token
             return step(Path(folder), sampler, trainer, *size)
 
-    for size in ((16, 64), (64, 8192)):  # the first step of a kind imports
+    for size in ((16, 64), (64, 8192)):  # the first step of a kind includes imports
         walked(*size, "seconds")
     held = walked(answers, tokens, "bytes").parts
 
@@ -149,7 +149,7 @@ def walk(answers: int, tokens: int) -> Figures:
         return float(sum(seconds for group in groups for seconds in group.call("any", "cpu")))
 
     before = workers()
-    clock = walked(answers, tokens, "seconds")  # a step of its own, since a look at the memory slows what follows
+    clock = walked(answers, tokens, "seconds")  # a separate step, since reading the memory slows down the next part
     took = time.monotonic() - clock.began
     clock.parts[WORKERS] = (workers() - before) / clock.tokens
     clock.parts[WALL] = took / clock.tokens
@@ -162,7 +162,7 @@ def walk(answers: int, tokens: int) -> Figures:
 
 
 def step(folder: Path, sampler: Any, trainer: Any, answers: int, tokens: int, measured: str) -> Clock:
-    """Make a step as `stages/ppo/run.py` does, with its log in `folder`; return the clock with the figures of its parts."""
+    """Run a step like `stages/ppo/run.py`, with its log in `folder`; returns the clock with the figures."""
     import numpy as np
 
     from rlhf_core.config.engines import SamplingConfig
@@ -203,7 +203,7 @@ def ppo_config() -> Any:
 
 
 def update(rollouts: Any, trainer: Any, clock: Clock) -> list[float]:
-    """Measure and train on a step of flat arrays; return how many numbers per token each worker has read."""
+    """Measure and train on a step of flat arrays; returns how many numbers per token each worker has read."""
     from dataclasses import replace
 
     import numpy as np
@@ -233,14 +233,14 @@ def update(rollouts: Any, trainer: Any, clock: Clock) -> list[float]:
 
 
 def objectives() -> Any:
-    """Return the objectives of policy and value model."""
+    """The objectives of policy and value model."""
     from rlhf_core.training.objectives.base import PolicyObjective, ValueObjective
 
     return policy_objective(PolicyObjective), ValueObjective(clip=None)
 
 
 def policy_objective(kind: Any) -> Any:
-    """Return the objective of PPO."""
+    """The objective of PPO."""
     from rlhf_core.algorithms.policy.clip import ClipLoss
     from rlhf_core.algorithms.token_math import CorrectionConfig
 
@@ -257,7 +257,7 @@ def policy_objective(kind: Any) -> Any:
 
 
 def walked(root: Path, answers: int, tokens: int) -> Figures:
-    """Return the figures of the packages in `root`, by a process of their own."""
+    """Measure the packages in `root` in a separate process."""
     command = [sys.executable, "-P", __file__, "--json", "--answers", str(answers), "--tokens", str(tokens)]
     environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, cwd=root, stdout=subprocess.PIPE, check=True, text=True)
@@ -280,7 +280,7 @@ def main() -> int:
     sides = {}
     for revision in given.before:
         from benchmarks.sides import (
-            tree_at,  # not above: older revisions, which `--json` runs in, have no such function
+            tree_at,  # imported here since older revisions, which run with `--json`, lack this function
         )
 
         with tree_at(revision) as tree:

@@ -1,12 +1,12 @@
-"""Measure the seconds of one GRPO step (sample, score, measure, update) beside TRL's GRPOTrainer, in one run.
+"""Compare the seconds of one GRPO step (sample, score, measure, update) with TRL's GRPOTrainer, in one run.
 
     python -m benchmarks.grpo_step --trl-python /path/to/venv-with-trl/bin/python
-    python -m benchmarks.grpo_step --before v0.1.0 --sides "ours HF" "ours vLLM"     # and those of a revision
+    python -m benchmarks.grpo_step --before v0.1.0 --sides "ours HF" "ours vLLM"     # also of a revision
 
 Both sides use the same random weights, prompts, group, answer limit, reward, KL to the reference, micro-batches and
 AdamW in float32. TRL generates with transformers; ours with transformers and with vLLM, in this process. Answers of
 `mixed` lengths end at any of a dozen tokens of the vocabulary, so that few of them reach the limit; nearly all of the
-others do. Each side is a process of its own that stays warm; they take turns. OMP_NUM_THREADS holds for all.
+others do. Each side is a separate warm process; they take turns. OMP_NUM_THREADS applies to all.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from rlhf_core.types import Message, Prompt, Rollout, SamplingRequest, derive_se
 
 KL_COEF = 0.04
 STOPS = range(500, 512)
-"""Of 512 tokens that a policy with random weights says about equally often: answers of about 40 tokens."""
+"""12 of 512 tokens that a policy with random weights samples about equally often: answers of about 40 tokens."""
 SAMPLERS = {"ours HF": "hf", "ours vLLM": "vllm", "ours HF, its log-probs": "hf", "ours vLLM, its log-probs": "vllm"}
-"""`its log-probs`: those of the sampler are pi_old (`correction.pi_old = "sampler"`), and the policy is not asked."""
+"""With `its log-probs`, pi_old are the sampler's (`correction.pi_old = "sampler"`), and the policy computes none."""
 
 
 def main() -> int:
@@ -87,7 +87,7 @@ def main() -> int:
 
 
 def compare(options: argparse.Namespace, spread: str, folder: Path, roots: Mapping[str, Root]) -> list[str]:
-    """Let the sides take turns; return the line of each."""
+    """Run the sides in turns; returns one table line per side."""
     model = options.model or tiny(folder / "model").folder
     if spread == "mixed":
         end_at(model, STOPS)
@@ -123,7 +123,7 @@ def compare(options: argparse.Namespace, spread: str, folder: Path, roots: Mappi
 
 
 def end_at(model: Path, stops: Sequence[int]) -> None:
-    """Have the model's answers end at these tokens, too."""
+    """Make the model's answers end at these tokens, too."""
     file = model / "generation_config.json"
     settings = json.loads(file.read_text(encoding="utf-8"))
     file.write_text(json.dumps(settings | {"eos_token_id": [settings["eos_token_id"], *stops]}), encoding="utf-8")
@@ -133,12 +133,12 @@ def end_at(model: Path, stops: Sequence[int]) -> None:
 
 
 def work(job: dict[str, Any], turn: Turn) -> None:
-    """Do the job: GRPO steps for as long as they are asked for."""
+    """Serve GRPO steps until the comparison ends."""
     turn.serve(grpo_step(job))
 
 
 def grpo_step(job: dict[str, Any]) -> Callable[[], dict[str, float]]:
-    """Return a step of what `stages.ppo.run` does between two checkpoints, with engines in this process."""
+    """Build a step that does the work of `stages.ppo.run` between two checkpoints, with in-process engines."""
     config = TrainerConfig(engine="torch", dtype=precision(job), micro_batch=job["micro_batch"])
     spec = ModelSpec(job["model"], "lm", None, 17)
     policy = LocalTrainer(spec, OptimizerConfig(), config)
@@ -174,12 +174,12 @@ def grpo_step(job: dict[str, Any]) -> Callable[[], dict[str, float]]:
 
 
 def precision(job: dict[str, Any]) -> Precision:
-    """Return the precision of all sides: weights stay in float32."""
+    """The precision of all sides; weights stay in float32."""
     return "float32" if job["device"] == "cpu" else "bfloat16"
 
 
 def sampler_of(job: dict[str, Any]) -> Sampler:
-    """Return the sampler that the side is named after, wide enough for all answers at once, as TRL's generation is."""
+    """Open the sampler of the side, with batches wide enough for all answers at once, as in TRL."""
     rows = len(job["prompts"]) * job["group"]
     config: SamplerConfig = HFSamplerConfig(batch_size=rows, dtype=precision(job))
     if SAMPLERS[job["side"]] == "vllm":
@@ -194,7 +194,7 @@ def sampler_of(job: dict[str, Any]) -> Sampler:
 
 
 def roll_out(sampler: Sampler, job: dict[str, Any], step: int) -> list[Rollout]:
-    """Return the scored answers of a step, those of a prompt together."""
+    """The scored answers of a step, grouped by prompt."""
     numbered = [(number, asked) for number, asked in enumerate(job["prompts"]) for _ in range(job["group"])]
     requests = [SamplingRequest(ids(asked), derive_seed(17, step, i)) for i, (_, asked) in enumerate(numbered)]
     completions = sampler.generate(requests, SamplingConfig(temperature=1.0, max_tokens=job["answer"]))

@@ -1,9 +1,4 @@
-"""Measure how long a profile takes on this machine and how much memory: on an empty store, then fully cached.
-
-    python -m benchmarks.lifecycle tiny/full
-
-The state folder is a temporary one and is removed, unless --keep names a folder.
-"""
+"""Measure the time and memory of a profile on this machine: on an empty store, then fully cached."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
 
 A toy policy is trained with GAE for three steps of one prompt each, on the runtime in this process; the calls of the
 second step are traced. Every function that is entered counts, in every thread. Code that runs at import does not count,
-and the work of a reward in its own process is not seen. A switch is a call in another file than the call before it.
+and the work of a reward in a separate process is not traced. A switch is a call in another file than the previous call.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ Call: TypeAlias = tuple[str, str]
 """File and qualified name of a function."""
 NO_FUNCTIONS = ("<module>", "<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>")
 FOLLOWED = ("__call__", "__enter__", "__exit__")
-"""Special methods that a reader looks up. Others are operators and the making of values, `a + b`, `len(a)`, `A(b)`: neither
-they nor what they call is followed."""
+"""Special methods that a reader looks up. Others are operators and constructors (`a + b`, `len(a)`, `A(b)`); neither
+they nor their callees are followed.
+"""
 
 
 class CallTrace:
@@ -42,24 +43,24 @@ class CallTrace:
         self._recording = False
         self.calls: list[Call] = []
         self.callers: dict[Call, Call | None] = {}
-        """Function -> the function of this repository that called it first, None if that is the stage itself."""
+        """Function -> the function of this repository that called it first, None if the stage itself did."""
         self.docs: dict[Call, str] = {}
         """Function -> the first line of its docstring, "" if it has none."""
         self._names: dict[str, str] = {}
 
     def files(self) -> list[str]:
-        """Return the distinct files in the order in which they were entered first."""
+        """The distinct files, in the order of their first call."""
         return list(dict.fromkeys(file for file, _ in self.calls))
 
     def functions(self) -> dict[str, list[str]]:
-        """Return file -> its functions that were called, both in the order of their first calls."""
+        """File -> its functions that were called, both in the order of their first calls."""
         found: dict[str, dict[str, None]] = {}
         for file, function in self.calls:
             found.setdefault(file, {})[function] = None
         return {file: list(names) for file, names in found.items()}
 
     def switches(self) -> int:
-        """Return how many calls were of another file than the call before."""
+        """The number of calls in another file than the call before."""
         return sum(before[0] != after[0] for before, after in zip(self.calls, self.calls[1:]))
 
     @contextmanager
@@ -73,7 +74,7 @@ class CallTrace:
             sys.setprofile(None)
 
     def record(self, on: bool) -> None:
-        """Record from now on, also in threads that start from now on, but not in older ones such as a heartbeat."""
+        """Start recording, also in threads that start later, but not in older threads such as a heartbeat."""
         self._recording = on
         threading.setprofile(self._observe if on else None)  # type: ignore[arg-type]
 
@@ -92,16 +93,16 @@ class CallTrace:
             call = (place, frame.f_code.co_qualname)
             self.calls.append(call)
             if call not in self.callers:
-                definer = (place, call[1].partition(".<locals>.")[0])  # of a function that is handed to another one
+                definer = (place, call[1].partition(".<locals>.")[0])  # of a function that is passed to another one
                 self.callers[call] = definer if definer in self.callers else self._caller(frame)
                 # The compiler puts the docstring of a function first among its constants.
                 doc = frame.f_code.co_consts[0] if "<lambda>" not in call[1] and frame.f_code.co_consts else None
                 self.docs[call] = doc.strip().splitlines()[0] if isinstance(doc, str) else ""
 
     def _caller(self, frame: FrameType) -> Call | None:
-        """The innermost function on the stack below `frame` that was recorded with the caller that it has now.
+        """The innermost function on the stack below `frame` that was recorded with its present caller.
 
-        A function that several others call stands below the first of them, and so does not count for the others.
+        A function with several callers is recorded only below the first one, and so does not count for the others.
         """
         stack: list[Call | None] = [None]
         below = frame.f_back
@@ -117,7 +118,7 @@ def _is_operator(frame: FrameType) -> bool:
 
 
 def trace_step() -> CallTrace:
-    """Return the calls of one PPO step of one prompt, on the runtime in this process; takes a few seconds."""
+    """Trace the calls of one PPO step of one prompt, on the in-process runtime; takes a few seconds."""
     from rlhf_core.config.engines import SamplingConfig, TrainerConfig
     from rlhf_core.config.policy import KLInReward, PPOConfig
     from rlhf_core.config.rewards import FunctionReward, RewardsConfig
@@ -161,7 +162,7 @@ def trace_step() -> CallTrace:
 
 
 def make_policy(folder: Path) -> Path:
-    """Write a Llama of one layer with its tokenizer and return its folder."""
+    """Write a Llama of one layer with its tokenizer; returns its folder."""
     from rlhf_core.config.models import InitModel
     from rlhf_core.models.initialize import initialize_llama, train_tokenizer
 
@@ -174,7 +175,7 @@ def make_policy(folder: Path) -> Path:
 
 
 def main() -> None:
-    """Print the files in order with the functions that were called, and both numbers."""
+    """Print the files in order with the functions that were called, and both counts."""
     trace = trace_step()
     for number, (file, functions) in enumerate(trace.functions().items(), start=1):
         print(f"{number:3d}  {file}: {', '.join(functions)}")

@@ -57,11 +57,11 @@ PASSED: Mapping[str, Any] = {"terms": {"passed": {"type": "function", "function"
 
 
 def types(family: Any) -> list[str]:
-    """Return the values of `type` in a folder of methods; a user's own function is none of them."""
+    """The values of `type` in a folder of methods, without the entry for a user's own function."""
     return [kind.model_fields["type"].default for kind in family.METHODS if not issubclass(kind, CustomFunction)]
 
 
-# Every method of the package, and below it those that need other options than their defaults.
+# Every method of the package, followed by options of methods that need other than the defaults.
 PREFERENCE: Mapping[str, dict[str, Any]] = {name: {"loss": {"type": name}} for name in types(preference)} | {
     "ipo": {"loss": {"type": "ipo", "beta": 0.5}},  # aims at h = 1 nat; at 0.1 it aims at 5 and overshoots
     "aot unpaired": {"loss": {"type": "aot", "paired": False}},
@@ -82,13 +82,13 @@ POLICY: Mapping[str, dict[str, Any]] = (
     }
 )
 GROUP = 4
-"""Samples per prompt of the estimators that compare them; the others get as many more prompts."""
+"""Samples per prompt of estimators that compare samples; the others get proportionally more prompts."""
 
 
 def passed(generations: Sequence[Generation]) -> list[float]:
-    """Return 1 for answers with a gold reward above 1, else 0.
+    """Score 1 for answers with a gold reward above 1, else 0.
 
-    Training prompts carry no facts, so they are read from the customer's words.
+    Training prompts carry no facts, so they are parsed from the customer's words.
     """
     return [
         float(sum_of(gold_components(row.completion.text, facts_in(row.prompt.messages[-1].content))) > 1)
@@ -97,7 +97,7 @@ def passed(generations: Sequence[Generation]) -> list[float]:
 
 
 def facts_in(text: str) -> Facts:
-    """Return the facts of a prompt of the support desk.
+    """Parse the facts of a prompt of the support desk.
 
     >>> facts_in("Maria writes: my blue kettle arrived broken. Reply to her.")
     Facts(name='Maria', item='blue kettle', problem='broken')
@@ -110,7 +110,7 @@ def facts_in(text: str) -> Facts:
 
 @dataclass(frozen=True)
 class Start:
-    """What every method starts from."""
+    """The artifacts that every method starts from."""
 
     base: PolicyRef
     policy: PolicyRef
@@ -123,7 +123,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Learned:
-    """A trained policy, and the held-out prompts in the words that it was taught, where they are not the plain ones."""
+    """A trained policy, and the held-out prompts in the wording it was trained for, if that is not the plain one."""
 
     policy: PolicyRef
     asked: PromptsRef | None = None
@@ -134,7 +134,7 @@ Method = Callable[[PipelineConfig, Stages, Start], Learned]
 
 @dataclass
 class Bench:
-    """A pipeline whose stages are called one by one, with the seconds that each of them took when it was made."""
+    """A pipeline whose stages are called one by one, and the seconds of each stage when it was computed."""
 
     config: PipelineConfig
     store: ArtifactStore
@@ -144,7 +144,7 @@ class Bench:
     @classmethod
     @contextmanager
     def opened(cls, config: PipelineConfig, state: Path) -> Iterator[Bench]:
-        """Yield a bench on the store below `state`; the engines start with the first stage that needs them."""
+        """Open a bench on the store below `state`; the engines start with the first stage that needs them."""
         store = ArtifactStore(state / "store")
         store.create()
         context = RunContext(config, RunOptions(), store, MemoryTracker(), Silent())
@@ -152,7 +152,7 @@ class Bench:
             yield cls(config, store, PipelineRun(context, executor))
 
     def stages(self, name: str, seed: int = 0) -> Stages:
-        """Return the stages with a seed of their own, labeled with the method they belong to."""
+        """The stages with a separate seed, labeled by their method."""
         run_stage = self.run.directly
 
         def labeled(spec: StageSpec, kind: type[ArtifactRef]) -> ArtifactRef:
@@ -165,16 +165,16 @@ class Bench:
         return Stages(labeled, self.config.seed + seed, self.config.runtime)  # type: ignore[arg-type]
 
     def seconds_of(self, name: str, seed: int) -> float:
-        """Return the seconds of the stages that this method is made of, whenever they ran."""
+        """Seconds of all stages of this method, regardless of when they ran."""
         prefix = f"methods/{name}/{seed}/"
         return sum(seconds for label, seconds in self.seconds.items() if label.startswith(prefix))
 
 
-# ---------------------------------------------------------------- the methods of the tiny world
+# ---------------------------------------------------------------- methods of the tiny world
 
 
 def methods(config: PipelineConfig, steps: int) -> dict[str, Method]:
-    """Return every method by name."""
+    """Every method by name."""
     assert config.sft is not None
     assert config.rejection_sampling is not None
     own = config.rejection_sampling
@@ -204,14 +204,14 @@ def methods(config: PipelineConfig, steps: int) -> dict[str, Method]:
 
 
 def preference_sections(config: PipelineConfig) -> dict[str, OfflineDPOConfig]:
-    """Return the configuration of every preference loss, by name."""
+    """The configuration of every preference loss, by name."""
     assert config.iterative_dpo is not None
     offline = config.iterative_dpo.dpo.model_dump()
     return {name: OfflineDPOConfig.model_validate(offline | changes) for name, changes in PREFERENCE.items()}
 
 
 def policy_sections(config: PipelineConfig, steps: int) -> dict[str, PPOConfig]:
-    """Return the configuration of every estimator and policy loss, by name, all with as many rollouts a step."""
+    """The configuration of every estimator and policy loss, by name, with equal numbers of rollouts per step."""
     assert config.ppo is not None
     online = config.ppo.model_dump() | {"steps": steps, "checkpoint_every": steps}
     made: dict[str, PPOConfig] = {}
@@ -226,7 +226,7 @@ def policy_sections(config: PipelineConfig, steps: int) -> dict[str, PPOConfig]:
 
 
 def imitating(loss: str) -> Method:
-    """Return the imitation of the demonstrations from the base, with this loss."""
+    """Imitate the demonstrations, starting from the base model, with this loss."""
 
     def learn(config: PipelineConfig, stages: Stages, start: Start) -> Learned:
         assert config.sft is not None
@@ -237,14 +237,14 @@ def imitating(loss: str) -> Method:
 
 
 def best_of_own(config: PipelineConfig, stages: Stages, start: Start) -> Learned:
-    """Imitate the best of one's own answers."""
+    """Imitate the best of the policy's own answers."""
     assert config.rejection_sampling is not None
     made = own_answers("rejection_sampling", config.rejection_sampling, stages, start)
     return Learned(artifact("rejection_sampling", PolicyRef, made))
 
 
 def own_answers(name: str, config: Any, stages: Stages, start: Start) -> Made:
-    """The artifacts of a group that learns from the answers of the first policy."""
+    """The artifacts of stages that learn from the first policy's answers."""
     given = {"policy": start.policy, "prompts": start.prompts, **start.reward_models}
     inputs: dict[str, Names] = {
         "policy": "policy",
@@ -255,7 +255,7 @@ def own_answers(name: str, config: Any, stages: Stages, start: Start) -> Made:
 
 
 def conditioning(section: ConditionalSFTConfig) -> Method:
-    """Return the imitation of all of one's own answers, each with its level; it is asked for the highest."""
+    """Imitate all of the policy's own answers, each with its level; the evaluation requests the highest level."""
 
     def learn(config: PipelineConfig, stages: Stages, start: Start) -> Learned:
         made = own_answers("conditional_sft", section, stages, start)
@@ -267,7 +267,7 @@ def conditioning(section: ConditionalSFTConfig) -> Method:
 
 
 def distilling(section: DistillationConfig) -> Method:
-    """Return the distillation of `best_of_own` into the base on demonstrations, or into SFT on its own answers.
+    """Distill `best_of_own` into the base model on demonstrations, or into SFT on its own answers.
 
     With weights, the teachers are `best_of_own` (`rejection_sampling`) and SFT (`sft`).
     """
@@ -306,7 +306,7 @@ def distilling(section: DistillationConfig) -> Method:
 
 
 def distilling_across(section: DistillationConfig) -> Method:
-    """Return the distillation into the base of a policy that has imitated with a smaller tokenizer."""
+    """Distill a policy trained with a smaller tokenizer into the base model."""
 
     def learn(config: PipelineConfig, stages: Stages, start: Start) -> Learned:
         assert config.sft is not None
@@ -324,7 +324,7 @@ def distilling_across(section: DistillationConfig) -> Method:
 
 
 def preferring(section: OfflineDPOConfig) -> Method:
-    """Return the optimization of a preference loss on the prepared pairs."""
+    """Optimize a preference loss on the prepared pairs."""
 
     def learn(config: PipelineConfig, stages: Stages, start: Start) -> Learned:
         return Learned(
@@ -335,7 +335,7 @@ def preferring(section: OfflineDPOConfig) -> Method:
 
 
 def optimizing(section: PPOConfig) -> Method:
-    """Return the optimization of the policy against the reward model."""
+    """Optimize the policy against the reward model."""
 
     def learn(config: PipelineConfig, stages: Stages, start: Start) -> Learned:
         return Learned(
@@ -354,11 +354,11 @@ def optimizing(section: PPOConfig) -> Method:
     return learn
 
 
-# ---------------------------------------------------------------- where they start, and what came of them
+# ---------------------------------------------------------------- initial artifacts and results
 
 
 def make_start(bench: Bench) -> Start:
-    """Return data, SFT policy and reward model of the profile, from the store where they are there."""
+    """Data, SFT policy and reward model of the profile; they are computed if the store does not have them."""
     config, stages = bench.config, bench.stages("start")
     assert config.sft is not None
     assert config.reward_model is not None
@@ -380,7 +380,7 @@ def make_start(bench: Bench) -> Start:
 
 
 def first_pairs(preferences: PreferencesRef, count: int, store: ArtifactStore, state: Path) -> PreferencesRef:
-    """Return the first `count` training pairs, with all that are held out."""
+    """The first `count` training pairs, with all held-out pairs."""
     folder = state / "methods" / f"pairs-{count}-{preferences.digest[:8]}"
     folder.mkdir(parents=True, exist_ok=True)
     for split, kept in (("train", count), ("eval", None)):
@@ -390,7 +390,7 @@ def first_pairs(preferences: PreferencesRef, count: int, store: ArtifactStore, s
 
 
 def learn(name: str, method: Method, bench: Bench, start: Start, seed: int) -> dict[str, float]:
-    """Train one method with one seed; return what the held-out prompts say of it, and the seconds of its stages."""
+    """Train one method with one seed; returns its held-out figures and the seconds of its stages."""
     made = method(bench.config, bench.stages(name, seed), start)
     figures = judged(bench, start, {"sft": start.policy, "made": made.policy}, {"made": made.asked})
     return {
@@ -404,7 +404,7 @@ def learn(name: str, method: Method, bench: Bench, start: Start, seed: int) -> d
 def judged(
     bench: Bench, start: Start, policies: dict[str, PolicyRef], asked: Mapping[str, PromptsRef | None]
 ) -> dict[str, Any]:
-    """Return the report on `policies`, one answer to each held-out prompt, by policy."""
+    """Evaluate `policies` with one answer to each held-out prompt; returns the report by policy."""
     config = bench.config
     assert config.evaluate is not None
     plain = config.evaluate.evaluate.model_copy(update={"best_of": {}, "parents": {}})

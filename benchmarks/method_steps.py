@@ -1,4 +1,4 @@
-"""Train a process reward model on worked sums, and measure its judgement and the answers that it prefers."""
+"""Train a process reward model on worked sums, and measure its judgment and the answers that it prefers."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ STEPPED = (
     "prepare_data.model.heads=2",
     "prepare_data.model.kv_heads=2",
 )
-"""`tiny/prm` on the real engines; vLLM has no heads of 16 on a CPU, so there are half as many, of 32."""
+"""`tiny/prm` on the real engines; vLLM has no heads of width 16 on CPUs, so half as many of width 32 are used."""
 
 
 def judge_of_steps(bench: Bench, seed: int) -> dict[str, float]:
-    """Train a process reward model on worked sums; return how it judges, and what its favorites are worth.
+    """Train a process reward model on worked sums; returns the quality of its judgments and of its preferred answers.
 
-    Exact match over the held-out prompts: of SFT, of the favorite of eight answers, of any of the eight, and of the policy
-    that imitated the favorites.
+    Exact match over the held-out prompts is measured for SFT, for the best of eight answers by the model, for any of
+    the eight, and for the policy that imitated the preferred answers.
     """
     config = bench.config
     assert config.sft is not None
@@ -80,7 +80,7 @@ def judge_of_steps(bench: Bench, seed: int) -> dict[str, float]:
 
 
 def rewards_by_prompt(folder: Path) -> list[list[tuple[float, float]]]:
-    """Return the (score, exact match) of every answer, by prompt."""
+    """The (score, exact match) of every answer, by prompt."""
     groups: dict[str, list[tuple[float, float]]] = {}
     rollouts = read_rollouts(folder)
     for rollout, exact in zip(rollouts, exact_match(rollouts), strict=True):  # type: ignore[arg-type]

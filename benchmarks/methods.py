@@ -1,19 +1,4 @@
-"""Train a policy with every available method, from one SFT policy in the tiny world, and measure what it learns.
-
-    python -m benchmarks.methods --seeds 3
-    python -m benchmarks.methods --only 'dpo/*' 'ppo/rloo*' --pairs 512 --state /tmp/methods
-    python -m benchmarks.methods --print
-
-Data, SFT and reward model are those of `tiny/full`. A preference loss trains one epoch on the prepared pairs, or on the
-first `--pairs` of them; an estimator or policy loss makes `--steps` steps of policy optimization against the reward
-model. `sft/nll` and `sft/dft` train on the demonstrations from the base; `sft/best of 8` and `sft/conditional` train on
-SFT's own answers. Distillation has `sft/best of 8` as teacher: `forward` trains the base on the demonstrations, `own
-answers` trains SFT on its own answers. The held-out gold reward, which no training sees, is compared with that of SFT;
-the seeds are those of the method's own stages. `prm` is another world, the worked sums of `tiny/prm`.
-
-Every result is appended to `<state>/methods.jsonl` as soon as it exists, and `--print` prints the tables from that
-file: the latest line of a method and seed counts. Results in the store are not computed again.
-"""
+"""Train a policy with every available method, from one SFT policy in the tiny world, and measure its improvement."""
 
 from __future__ import annotations
 
@@ -42,12 +27,12 @@ OF_STEPS = {
     "any": "any of 8",
     "imitator": "imitator of favorites",
 }
-"""Figure of the judge of steps -> its column; the last four are shares of exact matches."""
+"""Figure of the judge of steps -> its column; the last four are fractions of exact matches."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """Held-out figures of one method and seed, and the conditions that they are of."""
+    """Held-out figures of one method and seed, and the conditions of the measurement."""
 
     method: str
     seed: int
@@ -100,7 +85,7 @@ def train(
 
 
 def print_tables(results: Sequence[Result], chosen: Sequence[str], conditions: str) -> None:
-    """Print the tables of the chosen methods under these conditions, and what is left out of them."""
+    """Print the tables of the chosen methods under these conditions, and list the missing results."""
     newest = latest([one for one in results if one.conditions == conditions], lambda one: (one.method, one.seed))
     by_method = {name: [one for one in newest if one.method == name] for name in chosen}
     rows = [row(name, found) for name, found in by_method.items() if found and name != "prm"]
@@ -118,7 +103,7 @@ def print_tables(results: Sequence[Result], chosen: Sequence[str], conditions: s
 
 
 def row(name: str, results: Sequence[Result]) -> str:
-    """Return a line of the table of methods.
+    """A line of the table of methods.
 
     >>> row("dpo/dpo", [Result("dpo/dpo", 0, "", {"gold": 1.5, "before": 0.25, "kl": 1.0, "seconds": 9.6})])
     '| dpo/dpo | +1.25 | +1.25 | 1.00 | 10 |'
@@ -130,7 +115,7 @@ def row(name: str, results: Sequence[Result]) -> str:
 
 
 def row_of_steps(result: Result) -> str:
-    """Return a line of the table of the judge of steps."""
+    """A line of the table of the judge of steps."""
     shares = " | ".join(f"{result.figures[figure]:.2f}" for figure in OF_STEPS)
     return f"| {result.seed} | {shares} | {result.figures['seconds']:.0f} |"
 

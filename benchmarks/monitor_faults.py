@@ -1,7 +1,7 @@
-"""Faults of a run of policy optimization, each planted at a step: what `benchmarks.monitors` has to find.
+"""Faults of policy optimization, each planted at a step, that `benchmarks.monitors` has to detect.
 
-A fault wraps the engines between the runtime and the stage, as a real one would sit there: the stage and its metrics
-know nothing of it.
+A fault wraps the engines between the runtime and the stage, where a real fault would occur. The stage and its metrics
+are unchanged.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from rlhf_core.types import Completion, Generation, SamplingRequest
 
 @dataclass
 class Clock:
-    """The step that the run is in: the version of the weights that were sent last, and whether the fault has begun."""
+    """The current step of the run (the version of the last sent weights), and whether the fault has begun."""
 
     begins: int
     step: int = 0
 
     @property
     def faulty(self) -> bool:
-        """Return whether the fault is there."""
+        """Whether the fault is active."""
         return self.step >= self.begins
 
 
 class Through:
-    """An engine that passes everything on; a fault overrides what it breaks."""
+    """An engine that forwards all calls; a fault overrides the calls that it breaks."""
 
     def __init__(self, engine: Any, clock: Clock) -> None:
         self._engine = engine
@@ -48,7 +48,7 @@ class Through:
 
 
 class CountingSampler(Through):
-    """Tells the clock which step it is."""
+    """Tells the clock the current step."""
 
     def load_weights(self, weights: Any, *, version: int) -> None:
         """Load the weights of the step `version`."""
@@ -57,7 +57,7 @@ class CountingSampler(Through):
 
 
 class StaleSampler(CountingSampler):
-    """Says that it has the new weights, and keeps the old ones."""
+    """Claims to have the new weights, but keeps the old ones."""
 
     def load_weights(self, weights: Any, *, version: int) -> None:
         """Load the weights, until the fault begins."""
@@ -72,17 +72,17 @@ class WrongTemplateSampler(CountingSampler):
     """Answers prompts without the last tokens of the template, which announce the assistant."""
 
     def generate(self, requests: Sequence[SamplingRequest], sampling: SamplingConfig) -> list[Completion]:
-        """Return the answers to prompts that were cut."""
+        """Sample answers to truncated prompts."""
         if self._clock.faulty:
             requests = [replace(one, prompt_ids=one.prompt_ids[:-3]) for one in requests]
         return list(self._engine.generate(requests, sampling))
 
 
 class OtherTemperatureSampler(CountingSampler):
-    """Samples at 0.7 of the temperature that it was asked for."""
+    """Samples at 0.7 of the requested temperature."""
 
     def generate(self, requests: Sequence[SamplingRequest], sampling: SamplingConfig) -> list[Completion]:
-        """Return colder answers."""
+        """Sample answers at a lower temperature."""
         factor = 0.7 if self._clock.faulty else 1.0
         colder = sampling.model_copy(update={"temperature": factor * sampling.temperature})
         return list(self._engine.generate(requests, colder))
@@ -96,7 +96,7 @@ class CutSampler(CountingSampler):
         self._keep = keep
 
     def generate(self, requests: Sequence[SamplingRequest], sampling: SamplingConfig) -> list[Completion]:
-        """Return the answers without their ends."""
+        """Sample answers and remove their ends."""
         made = list(self._engine.generate(requests, sampling))
         return [self._cut(one) if self._clock.faulty else one for one in made]
 
@@ -121,16 +121,16 @@ class FastTrainer(Through):
 
 
 class FlippedJudge(Through):
-    """Says the opposite of the reward model."""
+    """Negates the reward model's scores."""
 
     def scores(self, sequences: Sequence[tuple[int, ...]]) -> list[float]:
-        """Return the scores with the other sign."""
+        """Score with the opposite sign."""
         sign = -1.0 if self._clock.faulty else 1.0
         return [sign * score for score in self._engine.scores(sequences)]
 
 
 class BadRankTrainer(Through):
-    """Has one rank of four whose log-probs are off, as from a damaged copy of the weights."""
+    """Has one rank of four with wrong log-probs, as from a damaged copy of the weights."""
 
     def logprobs(self, samples: Subset, *, temperature: float) -> NDArray[np.float32]:
         """Compute the log-probs, with noise on every fourth row."""
@@ -148,7 +148,7 @@ Patch = Callable[[Clock], Any]
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault: how it breaks the sampler, a trainer by its role, the rewards, or a function of the code."""
+    """A fault: how it breaks the sampler, a trainer by role, the rewards, or a function of the code."""
 
     sampler: Callable[[Any, Clock], Any] = CountingSampler
     trainers: Mapping[Role, Callable[[Any, Clock], Any]] = field(default_factory=dict)
@@ -170,7 +170,7 @@ def _k1_replaced(by: Callable[[Any, Any], Any]) -> Patch:
 
 
 def repeats(generations: Sequence[Generation]) -> list[float]:
-    """Return the hack that a reward model may have learned: the more often words are said again, the better."""
+    """Reward repeated words, a hack that a reward model may have learned."""
     texts = [row.completion.text.split() for row in generations]
     return [float(len(said) - len(set(said))) for said in texts]
 

@@ -1,11 +1,11 @@
-"""Plant faults in short real runs of policy optimization, and say which monitor finds each of them, and how soon.
+"""Plant faults in short real runs of policy optimization, and report which monitor detects each of them, and how soon.
 
     python -m benchmarks.monitors
     python -m benchmarks.monitors --faults 'stale*' --clean 0 --state /tmp/monitors
 
-Every run is RLOO on the small support desk of `benchmarks.small_world`, with engines in this process, all of `MONITORS`
-and no fault for the first `--begins` steps. Clean runs with other seeds count the false alarms. Where bounds are to be
-set for another machine or world, look at clean runs with other seeds than those that are reported:
+Every run is RLOO on the small support desk of `benchmarks.small_world`, with in-process engines, all of `MONITORS`
+and no fault for the first `--begins` steps. Clean runs with other seeds count the false alarms. To choose bounds
+for another machine or world, use clean runs with other seeds than the reported ones:
 
     python -m benchmarks.monitors --faults none --clean 4 --first-seed 900
 """
@@ -48,18 +48,18 @@ MONITORS: tuple[dict[str, Any], ...] = (
     {"type": "invalid"},
     {"type": "skipped", "for_steps": 1},
 )
-"""All warn, so that a run shows whatever finds its fault."""
+"""All of them warn instead of stopping, so that a run shows every monitor that detects its fault."""
 STEPS, BEGINS = 24, 6
 SETTINGS: Mapping[str, Any] = {
     "optimizer": OptimizerConfig(learning_rate=3e-4, schedule="constant"),
     "evaluate": HeldOutConfig(every=2, prompts=48, independent=GOLD, export="last"),
 }
-"""Settings of every run, with which the hack shows within its steps."""
+"""Settings of every run, chosen so that the hack appears within its steps."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a run showed: monitor -> the step of its first alarm; or the error that ended it."""
+    """Observations of a run: monitor -> the step of its first alarm; or the error that ended it."""
 
     alarms: Mapping[str, int]
     seconds: float
@@ -77,7 +77,7 @@ def main() -> int:
     parser.add_argument("--begins", type=int, default=BEGINS, help="step after which a fault begins")
     parser.add_argument("--state", type=Path, default=Path(".rlhf/monitors"), help="folder whose store is used")
     options = parser.parse_args()
-    logging.disable(logging.WARNING)  # every alarm is one
+    logging.disable(logging.WARNING)  # every alarm logs a warning
     world = SmallWorld.at(options.state)
     judge = world.reward_model(1200)
     chosen = {name: one for name, one in FAULTS.items() if any(fnmatchcase(name, each) for each in options.faults)}
@@ -94,7 +94,7 @@ def main() -> int:
 
 
 def run(world: SmallWorld, judge: ArtifactRef | None, seed: int, fault: Fault | None, steps: int, begins: int) -> Found:
-    """Return what the monitors find in one run; a `fault` begins after `begins` steps."""
+    """Run once and report the monitors' alarms; a `fault` begins after `begins` steps."""
     broken = fault or Fault()
     clock = Clock(begins=steps + 1 if fault is None else 0 if fault.from_start else begins)
     runtime = WrappedRuntime(
@@ -120,7 +120,7 @@ def run(world: SmallWorld, judge: ArtifactRef | None, seed: int, fault: Fault | 
 
 
 def told(name: str, found: Found) -> Found:
-    """Say what a run showed."""
+    """Print the observations of a run."""
     print(
         f"{name}: {dict(found.alarms) or 'nothing'} {found.error} ({found.seconds:.0f} s)", file=sys.stderr, flush=True
     )
@@ -128,7 +128,7 @@ def told(name: str, found: Found) -> Found:
 
 
 def table(found: Mapping[str, Found], begins: Mapping[str, int]) -> str:
-    """Return the table of faults.
+    """The table of faults.
 
     >>> print(table({"stale weights": Found({"mismatch": 6, "kl": 9}, 1.0)}, {"stale weights": 4}))
     | fault | found by, after so many steps |
@@ -147,7 +147,7 @@ def table(found: Mapping[str, Found], begins: Mapping[str, int]) -> str:
 
 
 def false_alarms(clean: Sequence[Found]) -> str:
-    """Return the sentence on the clean runs.
+    """A sentence on the clean runs.
 
     >>> false_alarms([Found({}, 10.0), Found({"kl": 3}, 12.0)])
     '\\n2 clean runs: 1 with a false alarm (kl 1); median 11 s a run'

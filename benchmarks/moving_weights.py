@@ -1,16 +1,17 @@
-"""Measure what loading, handing out, exporting and resuming a model add to the memory of a rank, next to the targets.
+"""Measure the memory that loading, sending, exporting and resuming a model add on a rank, next to the targets.
 
     python -m benchmarks.moving_weights --ranks 1 2 4
     python -m benchmarks.moving_weights --model adapters experts
     python -m benchmarks.moving_weights --lora-sync 16
     python -m benchmarks.moving_weights --prepare
 
-A random Llama of 168M parameters with a separate LM head is opened frozen under ZeRO 3. `--model adapters` opens it to train
-adapters of rank 4 on all linear layers. `experts` is a frozen Qwen3-MoE with 16 experts in each layer. Peaks are of anonymous
-memory (`RssAnon`), on the rank that has most: files that are mapped and the object store are shared, and not counted. A
-load counts from the process before, the others from what the model keeps. For `resume` a model of 68M parameters is
-trained under each stage of `--stages`, saved and opened anew; its peak counts from what it keeps when it is restored.
-`reads` is how much one process reads to find damage in that checkpoint: the driver, and the rank that reads most.
+A random Llama of 168M parameters with a separate LM head is opened frozen under ZeRO 3. `--model adapters` opens it to
+train adapters of rank 4 on all linear layers. `experts` is a frozen Qwen3-MoE with 16 experts in each layer. Peaks are
+of anonymous memory (`RssAnon`), on the rank with the most: mapped files and the object store are shared and not
+counted. A load is measured relative to the process before it, the other moments relative to the resident model. For
+`resume`, a model of 68M parameters is trained under each stage of `--stages`, saved and reopened; its peak is relative
+to its memory after restoring. `reads` is the amount that one process reads to detect damage in that checkpoint: the
+driver, and the rank that reads most.
 
 `--lora-sync RANK` sends the large model with adapters of that rank on all linear layers to vLLM in the same process, merged and
 as adapters alone: three times each, after a first time, without Ray's copy to its store. `--prepare` writes the policy
@@ -54,7 +55,7 @@ KINDS: dict[str, tuple[str, dict[str, int], bool]] = {
 """Name -> architecture, further keys of its shape, and whether adapters are trained."""
 PREPARED = {**LARGE, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 16}
 EVERY_S = 0.002
-"""Seconds between two looks at the memory."""
+"""Seconds between two samples of the memory."""
 
 
 def main() -> int:
@@ -120,18 +121,18 @@ def resumed(folder: Path, dtype: str, ranks: int, stage: int) -> Iterator[str]:
 
 
 def read_bytes() -> int:
-    """Return the bytes that this process has read, from the page cache or a disk."""
+    """Number of bytes that this process has read, from the page cache or a disk."""
     return int(Path("/proc/self/io").read_text(encoding="utf-8").split()[1])
 
 
 def targets(sizes: Mapping[str, float], ranks: int) -> dict[str, float]:
-    """Return the largest memory that each moment may add, in MiB."""
+    """The maximum memory that each moment may add, in MiB."""
     whole, largest, bucket = sizes["whole"], sizes["largest"], sizes["bucket"]
     return {"load": whole / ranks + largest + 150, "sync": 2 * largest + bucket, "export": whole}
 
 
 def measured(folder: Path, dtype: str, kind: str, ranks: int, *more: str) -> list[dict[str, float]]:
-    """Return what each rank saw."""
+    """Measure in a process per rank; returns the measurements of each rank."""
     group = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     settings = {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [
@@ -173,7 +174,7 @@ def make_model(folder: Path, family: str, shape: Mapping[str, int], dtype: str) 
 
 
 def run_rank(folder: Path, dtype: str, *, adapters: bool) -> int:
-    """Print what one rank adds to its memory in each moment."""
+    """Print the memory that one rank adds in each moment."""
     import torch
 
     from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
@@ -193,12 +194,12 @@ def run_rank(folder: Path, dtype: str, *, adapters: bool) -> int:
         )
 
     def sync(trainer: Any) -> None:
-        """Fill the buckets of the object store, which copies each into shared memory, on the first rank."""
+        """On the first rank, fill the buckets of the object store, which copies each one into shared memory."""
         for part in map(pack_weights, buckets(trainer.stream())) if rank == 0 else trainer.stream():
             del part
         trainer.stream().digest()
 
-    small = opened("small")  # imports, the group, and what DeepSpeed keeps
+    small = opened("small")  # imports, the group, and DeepSpeed's resident memory
     sync(small)
     small.close()
     moments: dict[str, float] = {}
@@ -212,7 +213,7 @@ def run_rank(folder: Path, dtype: str, *, adapters: bool) -> int:
 
 
 def prepared() -> int:
-    """Print how far the memory of this process rises while it writes the policy folders of pretrained models."""
+    """Print the peak memory of this process while it writes the policy folders of pretrained models."""
     from rlhf_core.config.models import PretrainedModel
     from rlhf_core.models.materialize import materialize
 
@@ -228,7 +229,7 @@ def prepared() -> int:
             make_model(folder, family, shape | more, "bfloat16")
             model = PretrainedModel(path=str(folder))
             most, _ = above(partial(materialize, model, out))
-            if name != "warm":  # that is for imports
+            if name != "warm":  # which only triggers imports
                 whole = sum(file.stat().st_size for file in out.glob("*.safetensors")) / MIB
                 print(f"| {name} | {whole:,.0f} | {most:,.0f} |", flush=True)
             shutil.rmtree(folder)
@@ -237,7 +238,7 @@ def prepared() -> int:
 
 
 def lora_syncs(dtype: str, rank: int) -> int:
-    """Print what a sync costs, merged and with adapters alone, each in a process of its own."""
+    """Print the cost of a sync, merged and with adapters alone, each in a separate process."""
     print("| sent | MiB | seconds of a sync | MiB above |\n|---|--:|---|--:|", flush=True)
     with tempfile.TemporaryDirectory() as place:
         make_model(Path(place) / "large", "llama", LARGE, dtype)
@@ -252,7 +253,7 @@ def lora_syncs(dtype: str, rank: int) -> int:
 
 
 def sync_with_vllm(folder: Path, dtype: str, way: Any, rank: int) -> int:
-    """Print how many MiB one way sends, and the seconds and the memory of three syncs."""
+    """Print the MiB that one way sends, and the seconds and the memory of three syncs."""
     from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
     from rlhf_core.config.models import LoraConfig
     from rlhf_core.config.runtime import VllmSamplerConfig
@@ -261,7 +262,7 @@ def sync_with_vllm(folder: Path, dtype: str, way: Any, rank: int) -> int:
 
     config = VllmSamplerConfig(dtype=dtype, max_model_len=64, kv_cache_gib=0.25, lora_sync=way, max_lora_rank=rank)
     sampler = VllmSampler(folder, config, threads=1, transfer="")
-    from rlhf_core.training.trainer import LocalTrainer  # after the variables that vLLM reads are set
+    from rlhf_core.training.trainer import LocalTrainer  # imported after setting the variables that vLLM reads
 
     spec = ModelSpec(str(folder), "lm", LoraConfig(rank=rank, target_modules="all-linear"), 1)
     torch_engine = TrainerConfig(engine="torch", dtype=dtype)
@@ -283,7 +284,7 @@ def sync_with_vllm(folder: Path, dtype: str, way: Any, rank: int) -> int:
 
 
 def resume(folder: Path, dtype: str, stage: int) -> int:
-    """Print how far the memory of one rank rises, above what it keeps then, when a trained model is restored."""
+    """Print the peak memory of one rank, above its final memory, while a trained model is restored."""
     from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
     from rlhf_core.interfaces import ModelSpec
     from rlhf_core.stage.checkpoints import Checkpoints, wait_for_parts
@@ -332,7 +333,7 @@ def resume(folder: Path, dtype: str, stage: int) -> int:
 
 
 def above(do: Callable[[], Any]) -> tuple[float, Any]:
-    """Return by how many MiB `do` raises the anonymous memory of this process at most, and its result."""
+    """The maximum rise of this process's anonymous memory during `do`, in MiB, and the result of `do`."""
     from rlhf_core.training.engines.offload import release_freed_memory
 
     gc.collect()
@@ -356,7 +357,7 @@ def above(do: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def anonymous() -> float:
-    """Return the anonymous memory of this process, in MiB."""
+    """The anonymous memory of this process, in MiB."""
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return sum(int(line.split()[1]) / 1024 for line in lines if line.startswith("RssAnon"))
 

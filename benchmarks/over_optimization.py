@@ -4,13 +4,14 @@
     python -m benchmarks.over_optimization --seeds 5 --hidden 16 64 192 --members 3
     python -m benchmarks.over_optimization --print --plot over_optimization.png
 
-As in Gao, Schulman, Hilton (arXiv 2210.10760) the policy is optimized against reward models that know less and less -
-trained on fewer pairs, or smaller - and judged by a gold reward that nothing trains on. `--members 3` adds ensembles of three
-reward models (arXiv 2310.02743): their mean, and their mean less their standard deviation. A seed is that of reward models,
-sampling and policy optimization; data and SFT policy are the same for all. The KL of best-of-n is the bound log n - (n - 1) / n;
-that of policy optimization is measured on the answers that the next step trains on. Rewards are relative to those of the SFT
-policy, the proxy in its own standard deviations over SFT's answers. The last table says at which step the monitor
-`over_optimization` would have stopped, and how much gold that run had then, at its best and at its end.
+As in Gao, Schulman, Hilton (arXiv 2210.10760), the policy is optimized against weaker and weaker reward models -
+trained on fewer pairs, or smaller - and judged by a gold reward that is never trained on. `--members 3` adds ensembles
+of three reward models (arXiv 2310.02743): their mean, and their mean minus their standard deviation. A seed applies to
+reward models, sampling and policy optimization; data and SFT policy are the same for all. The KL of best-of-n is the
+bound log n - (n - 1) / n; for policy optimization it is measured on the answers that the next step trains on. Rewards
+are relative to the SFT policy's, the proxy in units of its standard deviation over SFT's answers. The last table shows
+the step at which the monitor `over_optimization` would have stopped, and the gold reward of that run at this step, at
+its best and at its end.
 
 Every curve is appended to `<state>/over_optimization.jsonl`, and `--print` prints the tables from that file.
 """
@@ -44,7 +45,7 @@ BEST_OF, POLICY = "best of n", "policy optimization"
 
 @dataclass(frozen=True)
 class Judge:
-    """What a policy is optimized against: a reward model of `hidden` units trained on `pairs`, or an ensemble of them."""
+    """The reward to optimize against: a reward model of `hidden` units trained on `pairs`, or an ensemble."""
 
     pairs: int
     hidden: int = 64
@@ -53,7 +54,7 @@ class Judge:
 
     @property
     def label(self) -> str:
-        """How tables name it.
+        """The name in tables.
 
         >>> Judge(160).label, Judge(160, members=3, reduce="mean_minus_std").label
         ('160 pairs, hidden 64', '160 pairs, hidden 64, mean_minus_std of 3')
@@ -62,7 +63,7 @@ class Judge:
         return f"{self.pairs} pairs, hidden {self.hidden}{of}"
 
     def made(self, world: SmallWorld, seed: int) -> tuple[RewardsConfig, dict[str, ArtifactRef]]:
-        """Return the reward and its models; members differ in their seeds, the first has that of the single model."""
+        """Train the reward and its models; members differ in their seeds, and the first has the single model's seed."""
         models = {
             f"reward_model_{member}" if member else "reward_model": world.reward_model(
                 self.pairs, hidden=self.hidden, seed=seed + 1000 * member
@@ -87,7 +88,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Curve:
-    """The points of one judge by one method, and the step at which the monitor fired, -1 if it did not."""
+    """The points of one judge by one method, and the step at which the monitor fired, -1 if it never did."""
 
     method: str
     judge: str
@@ -130,7 +131,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def judges(options: argparse.Namespace) -> list[Judge]:
-    """Return the judges that the options name."""
+    """The judges selected by the options."""
     found = [Judge(pairs, hidden) for pairs in options.pairs for hidden in options.hidden]
     if options.members > 1:
         middle = 64 if 64 in options.hidden else options.hidden[0]
@@ -139,7 +140,7 @@ def judges(options: argparse.Namespace) -> list[Judge]:
 
 
 def measured(judge: Judge, seed: int, options: argparse.Namespace) -> list[Curve]:
-    """Return the curves of both methods."""
+    """Measure the curves of both methods."""
     world = SmallWorld.at(options.state)
     rewards, models = judge.made(world, seed)
     points = best_of_n(world, rewards, models, options, seed)
@@ -149,7 +150,7 @@ def measured(judge: Judge, seed: int, options: argparse.Namespace) -> list[Curve
 def best_of_n(
     world: SmallWorld, rewards: RewardsConfig, models: dict[str, ArtifactRef], options: argparse.Namespace, seed: int
 ) -> list[Point]:
-    """Return the points of best-of-n by the rewards, by the unbiased estimate from max(n) answers to each prompt."""
+    """Points of best-of-n by the rewards, with the unbiased estimate from max(n) answers to each prompt."""
     most = max(options.best_of)
     config = GenerateConfig(
         samples_per_prompt=most, max_prompts=options.prompts, sampling=SamplingConfig(max_tokens=48)
@@ -168,7 +169,7 @@ def best_of_n(
 
 
 def expected_best(proxy: Sequence[float], gold: Sequence[float], n: int) -> tuple[float, float]:
-    """Return the expected proxy and gold of the best of n by the proxy, over all subsets of n of these answers.
+    """Expected proxy and gold reward of the best of n by the proxy, over all subsets of n of these answers.
 
     The answer of rank i (from 1, by the proxy) is the best of C(i - 1, n - 1) of the C(N, n) subsets.
 
@@ -192,9 +193,9 @@ def optimized(
     options: argparse.Namespace,
     seed: int,
 ) -> Curve:
-    """Return the points of policy optimization without a KL penalty, which would hide the fall, and the monitor's step.
+    """Optimize without a KL penalty, which would hide the fall; returns the points and the monitor's step.
 
-    The reference is measured all the same: the coefficient is 1e-6.
+    The reference is measured anyway: the coefficient is 1e-6.
     """
     config = ppo(
         steps=options.steps,
@@ -211,7 +212,7 @@ def optimized(
     points = [
         Point(
             f"step {step}",
-            max(0.0, kl[step + 1] if step + 1 in kl else kl[step]),  # a step measures the policy that it begins with
+            max(0.0, kl[step + 1] if step + 1 in kl else kl[step]),  # a step measures its initial policy
             (value - proxy[0]) / spread,
             gold[step] - gold[0],
         )
@@ -234,19 +235,19 @@ def _scores(
 
 
 def parsed(curve: Curve) -> Curve:
-    """Return a curve of the file, whose points are tables."""
+    """A curve from the file, with its points converted from tables."""
     points: Sequence[Any] = curve.points
     return Curve(curve.method, curve.judge, curve.seed, [Point(**point) for point in points], curve.stopped_at)
 
 
 def by_size(curve: Curve) -> tuple[tuple[int, ...], str, str, int]:
-    """Return what curves are sorted by: the numbers of their judges, such as pairs and hidden units, methods and seeds."""
+    """Sort key of curves: the numbers in the name of their judge, such as pairs and units, then method and seed."""
     numbers = tuple(map(int, re.findall(r"\d+", curve.judge)))
     return numbers, curve.judge, curve.method, curve.seed
 
 
 def table(curve: Curve) -> str:
-    """Return the table of one curve.
+    """The table of one curve.
 
     >>> print(table(Curve("best of n", "60 pairs, hidden 64", 17, [Point("n = 4", 0.64, 1.0, 0.5)])))
     best of n, 60 pairs, hidden 64
@@ -261,7 +262,7 @@ def table(curve: Curve) -> str:
 
 
 def summary(curves: Sequence[Curve]) -> str:
-    """Return a row for each judge and method: gold at its best and at its end, the mean over the seeds and each seed.
+    """A row for each judge and method: gold at its best and at its end, the mean over the seeds and each seed.
 
     >>> points = [Point("n = 1", 0, 0, 0), Point("n = 4", 0.64, 1, 0.5), Point("n = 8", 1.21, 2, 0.25)]
     >>> print(summary([Curve("best of n", "60 pairs", seed, points) for seed in (1, 2)]).splitlines()[-1])
@@ -283,7 +284,7 @@ def summary(curves: Sequence[Curve]) -> str:
 
 
 def gold_at(points: Sequence[Point], kl: float) -> float:
-    """Return the gold reward where a curve first reaches this KL divergence, between two points in proportion; nan if never.
+    """The gold reward where a curve first reaches this KL divergence, linearly interpolated; nan if it never does.
 
     >>> gold_at([Point("a", 0.0, 0, 0.0), Point("b", 2.0, 0, 1.0), Point("c", 1.0, 0, 5.0)], 1.0)
     0.5
@@ -295,7 +296,7 @@ def gold_at(points: Sequence[Point], kl: float) -> float:
 
 
 def stops(curves: Sequence[Curve]) -> str:
-    """Return the table of where the monitor would have stopped.
+    """The table of the steps at which the monitor would have stopped.
 
     >>> points = [Point("step 0", 0, 0, 0), Point("step 5", 1, 1, 2), Point("step 10", 2, 2, 1.5), Point("step 15", 3, 3, -1)]
     >>> print(stops([Curve("policy optimization", "60 pairs", 17, points, 10)]).splitlines()[-1])

@@ -1,7 +1,7 @@
-"""Measure what store, Prefect and MLflow cost, each beside the bare work in one run, three times.
+"""Measure the overhead of store, Prefect and MLflow, each compared with the bare work in one run, three times.
 
     python -m benchmarks.overheads stages commit
-    python -m benchmarks.overheads cached --home .rlhf --profile tiny/full      # a state folder in which all is done
+    python -m benchmarks.overheads cached --home .rlhf --profile tiny/full      # a state folder with a completed run
 
 `stages`: a stage of 600 logged steps, and a chain of short ones, as Prefect tasks with MLflow and the store, compared
 with the same work in a bare loop. `commit`: 270 MB into the store, compared with hashing and copying them with one
@@ -64,7 +64,7 @@ def main() -> int:
 
 
 def measure_stages() -> None:
-    """Print what a long stage and each of a chain of short ones cost above their bare work."""
+    """Print the overhead of a long stage, and of each stage in a chain of short ones, above their bare work."""
     with _prefect_and_mlflow() as home:
         long, short = [], []
         for repeat in range(REPEATS):
@@ -106,7 +106,7 @@ def _in_flow(home: Home, config: BusyConfig, stages: int, seed: int) -> None:
 
 @contextmanager
 def _prefect_and_mlflow() -> Iterator[Home]:
-    """Yield a state folder whose Prefect server is up, warm: the first flow imports what all others have."""
+    """Yield a state folder with a running, warm Prefect server: the first flow imports the modules for all others."""
     with tempfile.TemporaryDirectory() as folder:
         home = Home(Path(folder)).make()
         with private_server(home) as server:

@@ -1,4 +1,4 @@
-"""Run our side of `train_step`, and the plain loop: one process, one model, steps on request."""
+"""Run this project's side of `train_step`, and the plain loop: one process, one model, steps on request."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BETA, CLIP = 0.1, 0.2
 
 
 def work(job: dict[str, Any], turn: Turn) -> None:
-    """Do the job: steps for as long as they are asked for."""
+    """Serve steps until the comparison ends."""
     step = plain_step(job) if job["engine"] == "plain" else our_step(job)
     shape = json.loads((Path(job["model"]) / "config.json").read_text(encoding="utf-8"))
 
@@ -41,7 +41,7 @@ def work(job: dict[str, Any], turn: Turn) -> None:
 
 
 def our_step(job: dict[str, Any]) -> Callable[[], dict[str, float]]:
-    """Return a step of `LocalTrainer`; the reference's log-probs are measured before, as the stages do."""
+    """Build a step of `LocalTrainer`; the reference's log-probs are measured beforehand, as the stages do."""
     config = TrainerConfig(engine=job["engine"], micro_batch=job["micro_batch"])
     trainer = LocalTrainer(ModelSpec(job["model"], "lm", None, 17), OptimizerConfig(), config)
     samples: Any
@@ -69,13 +69,13 @@ def our_step(job: dict[str, Any]) -> Callable[[], dict[str, float]]:
 
 
 def token_sample(row: dict[str, Any], answer: str) -> TokenSample:
-    """Return prompt and answer as a sequence whose answer is trained on."""
+    """Prompt and answer as a sequence that trains on the answer."""
     trained = [0] * len(row["prompt_ids"]) + [1] * len(row[answer])
     return TokenSample(ids([*row["prompt_ids"], *row[answer]]), mask(trained))
 
 
 def preference_samples(rows: list[dict[str, Any]], trainer: LocalTrainer) -> list[PreferenceSample]:
-    """Return the pairs, whose reference is the model before its first step."""
+    """The pairs, with the model before its first step as reference."""
     chosen = [token_sample(row, "chosen_ids") for row in rows]
     rejected = [token_sample(row, "rejected_ids") for row in rows]
     sums = [sum(one) for one in logprob_rows(trainer, [*chosen, *rejected])]
@@ -85,7 +85,7 @@ def preference_samples(rows: list[dict[str, Any]], trainer: LocalTrainer) -> lis
 
 
 def policy_batch(rows: list[dict[str, Any]]) -> Sequences:
-    """Return rollouts with their old log-probs and their advantage on every token of the answers."""
+    """Rollouts with their old log-probs, and their advantage on every token of the answers."""
     made = Sequences.of([token_sample(row, "answer_ids") for row in rows])
     logprobs, advantages = (
         np.repeat(np.array([row[name] for row in rows], np.float32), made.lengths) * made.loss_mask
@@ -100,7 +100,7 @@ def policy_batch(rows: list[dict[str, Any]]) -> Sequences:
 
 
 def plain_step(job: dict[str, Any]) -> Callable[[], dict[str, float]]:
-    """Return a step as one writes it by hand: padded micro-batches in the order of the rows, logits, loss, AdamW."""
+    """Build a hand-written step: padded micro-batches in the order of the rows, logits, loss, AdamW."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32, attn_implementation="sdpa")
@@ -135,21 +135,21 @@ def plain_step(job: dict[str, Any]) -> Callable[[], dict[str, float]]:
 
 
 def answer_nll(model: Any, rows: list[dict[str, Any]]) -> Tensor:
-    """Return the summed cross entropy of the answers' tokens."""
+    """The summed cross entropy of the answers' tokens."""
     ids, mask, labels = padded_batch([(row["prompt_ids"], row["answer_ids"]) for row in rows])
     logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100, reduction="sum")
 
 
 def pair_logprobs(model: Any, rows: list[dict[str, Any]]) -> Tensor:
-    """Return the summed log-probs of all chosen answers, then of all rejected ones."""
+    """The summed log-probs of all chosen answers, then of all rejected ones."""
     pairs = [(row["prompt_ids"], row[name]) for name in ("chosen_ids", "rejected_ids") for row in rows]
     logprobs, labels = answer_logprobs(model, pairs)
     return (logprobs * (labels != -100)).sum(dim=1)
 
 
 def clipped_loss(model: Any, rows: list[dict[str, Any]]) -> Tensor:
-    """Return PPO's clipped loss, summed over the answers' tokens."""
+    """PPO's clipped loss, summed over the answers' tokens."""
     logprobs, labels = answer_logprobs(model, [(row["prompt_ids"], row["answer_ids"]) for row in rows])
     old = torch.tensor([[row["logprob"]] for row in rows])
     advantages = torch.tensor([[row["advantage"]] for row in rows])
@@ -159,7 +159,7 @@ def clipped_loss(model: Any, rows: list[dict[str, Any]]) -> Tensor:
 
 
 def answer_logprobs(model: Any, pairs: list[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor]:
-    """Return the log-prob of every label, and the labels."""
+    """The log-prob of every label, and the labels."""
     ids, mask, labels = padded_batch(pairs)
     logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]
     labels = labels[:, 1:]
@@ -167,20 +167,20 @@ def answer_logprobs(model: Any, pairs: list[tuple[list[int], list[int]]]) -> tup
 
 
 def padded_batch(pairs: list[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ids, attention mask and labels of prompts with answers, padded on the right."""
+    """Ids, attention mask and labels of prompts with answers, padded on the right."""
     ids = [torch.tensor(prompt + answer) for prompt, answer in pairs]
     labels = [torch.tensor([-100] * len(prompt) + answer) for prompt, answer in pairs]
     mask = pad_sequence([torch.ones_like(one) for one in ids], batch_first=True)
     return pad_sequence(ids, batch_first=True), mask, pad_sequence(labels, batch_first=True, padding_value=-100)
 
 
-# ---------------------------------------------------------------- the roof
+# ---------------------------------------------------------------- peak rate
 
 
 def matmul_gflops(
     hidden: int, intermediate: int, dtype: torch.dtype, *, rows: int = 512, seconds: float = 1.0
 ) -> float:
-    """Return the best rate of the model's widest product, both ways, over `seconds` each."""
+    """Measure the best rate of the model's widest product, in both directions, over `seconds` each."""
     best = 0.0
     for inner, outer in ((hidden, intermediate), (intermediate, hidden)):
         a, b = torch.randn(rows, inner, dtype=dtype), torch.randn(inner, outer, dtype=dtype)
@@ -194,7 +194,7 @@ def matmul_gflops(
 
 
 if __name__ == "__main__":
-    import deepspeed  # noqa: F401  # here, before the forks
+    import deepspeed  # noqa: F401  # imported before the forks
     from transformers.models.llama import modeling_llama  # noqa: F401
 
     root(work)

@@ -1,15 +1,15 @@
-"""Compare the memory that `rlhf plan --estimate` predicts with that of real training processes, on CPUs.
+"""Compare the memory predicted by `rlhf plan --estimate` with the memory of real training processes, on CPUs.
 
     python -m benchmarks.planner                      # all cases; minutes each on two busy cores
     python -m benchmarks.planner --cases sft-zero3-fp32 ppo-zero1-bf16 --parts
 
-A case is one process a rank with real engines on random Llamas: it opens the models of a stage, makes two optimizer steps,
-measures, hands out the weights and copies a checkpoint. `measured` is the kernel's largest resident set of such a moment
-(VmHWM, reset before each), less that of the same process after the same work with a model of 0.1M parameters, which is
-what Python, torch and DeepSpeed take. Freed blocks go back to the system at once (MALLOC_MMAP_THRESHOLD_), as the blocks of
-a GPU go back to its allocator. On CPUs, host and device are one: `predicted` counts both, and of a bucket the pages that
-are written. With `--device cuda`, `measured` is the largest memory that torch has handed out in a moment, and `predicted`
-what is on the GPU. Nothing here was run on a GPU.
+A case is one process per rank with real engines on random Llamas: it opens the models of a stage, takes two optimizer
+steps, measures, sends the weights and copies a checkpoint. `measured` is the kernel's largest resident set of such a
+moment (VmHWM, reset before each), minus the value of the same process after the same work with a model of 0.1M
+parameters, which is the memory of Python, torch and DeepSpeed. Freed blocks return to the system at once
+(MALLOC_MMAP_THRESHOLD_), as the blocks of a GPU return to its allocator. On CPUs, host and device are one: `predicted`
+counts both, and only the pages of a bucket that are written. With `--device cuda`, `measured` is the largest memory
+that torch has allocated in a moment, and `predicted` is the memory on the GPU. Nothing here was run on a GPU.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rlhf_core.config.models import InitModel, LoraConfig
 from rlhf_core.runtime.cluster import free_port
 
 MIB = 1 << 20
-TOKENS = 512  # ids that any vocabulary here has
+TOKENS = 512  # ids that are in every vocabulary here
 STEPS = 2  # optimizer states exist after the first one
 SHAPES: dict[str, dict[str, int]] = {
     "0.1M": {"vocab_size": 600, "hidden_size": 64, "layers": 2, "heads": 2, "kv_heads": 2, "intermediate_size": 128},
@@ -64,12 +64,12 @@ SHAPES: dict[str, dict[str, int]] = {
         "intermediate_size": 8192,
     },
 }
-"""Random Llamas by the number of their parameters; the smallest is for the baseline."""
+"""Random Llamas by their number of parameters; the smallest is for the baseline."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A stage on real engines; `length` tokens a row, `rows` of them in each of two micro-batches a step."""
+    """A stage on real engines; `length` tokens per row, `rows` rows in each of two micro-batches per step."""
 
     stage: str
     model: str = "63M"
@@ -80,11 +80,11 @@ class Case:
     trainer: dict[str, Any] = field(default_factory=dict)
 
     def config(self) -> TrainerConfig:
-        """Return the settings of training."""
+        """The settings of training."""
         return TrainerConfig(**{"micro_batch": self.rows, **self.trainer})
 
     def roles(self) -> list[Role]:
-        """Return the models of the stage."""
+        """The models of the stage."""
         shape = shape_of_init(InitModel(max_positions=1024, **SHAPES[self.model]))
         lora = LoraConfig(rank=16) if self.lora else None
         sides = 2 if self.stage in ("dpo", "reward_model") else 1
@@ -150,12 +150,12 @@ def main() -> int:
 
 
 def case_of(name: str, model: str | None) -> Case:
-    """Return a case, with another model if one is named."""
+    """A case, optionally with another model."""
     return replace(CASES[name], model=model) if model else CASES[name]
 
 
 def compare(name: str, folder: Path, options: argparse.Namespace) -> Iterator[str]:
-    """Yield a line for the peak of a case, with `--parts` for each moment."""
+    """Yield a line for the peak of a case, or with `--parts` one for each moment."""
     case, out, parts = case_of(name, options.model), options.out, options.parts
     measured = measured_moments(name, folder, model=options.model, device=options.device)
     terms = predicted(name, model=options.model, device=options.device)
@@ -177,7 +177,7 @@ Device = Literal["cpu", "cuda"]
 
 
 def predicted(name: str, *, model: str | None = None, device: Device = "cpu") -> dict[str, dict[str, float]]:
-    """Return the terms of each moment of a case, in bytes: on a GPU, those that are not in host memory."""
+    """The terms of each moment of a case, in bytes; on a GPU, without host memory."""
     case = case_of(name, model)
     roles = {role.name: rank_memory(role, case.config(), case.ranks, on_cpu=device == "cpu") for role in case.roles()}
     if device == "cuda":
@@ -186,7 +186,7 @@ def predicted(name: str, *, model: str | None = None, device: Device = "cpu") ->
 
 
 def on_one_machine(roles: Mapping[str, RankMemory]) -> dict[str, dict[str, float]]:
-    """The terms of each moment where host and device are one: all that roles keep, and the most that one of them adds."""
+    """The terms of each moment if host and device are one: the resident memory of all roles, and the largest rise."""
     moments: dict[str, dict[str, float]] = {}
     kept = {
         f"{name}: {term}": size
@@ -204,7 +204,7 @@ def on_one_machine(roles: Mapping[str, RankMemory]) -> dict[str, dict[str, float
 
 
 def measured_moments(name: str, folder: Path, *, model: str | None = None, device: Device = "cpu") -> dict[str, float]:
-    """Return the largest memory of rank 0 in each moment, in MiB."""
+    """Measure the largest memory of rank 0 in each moment, in MiB."""
     case = case_of(name, model)
     for shape in ("0.1M", case.model):
         make_model(shape, folder / shape)
@@ -232,7 +232,7 @@ def measured_moments(name: str, folder: Path, *, model: str | None = None, devic
 
 
 def make_model(name: str, folder: Path) -> None:
-    """Write a random Llama of `SHAPES`, unless it is there."""
+    """Write a random Llama of `SHAPES`, unless it exists."""
     from rlhf_core.models.initialize import initialize_llama, train_tokenizer
 
     if folder.exists():
@@ -246,7 +246,7 @@ def make_model(name: str, folder: Path) -> None:
 
 
 def run_rank(case: Case, folder: Path, device: Device) -> int:
-    """Do the work of `case` on one rank, and print the largest memory of each moment."""
+    """Run the work of `case` on one rank, and print the largest memory of each moment."""
     import torch
 
     torch.set_num_threads(1)
@@ -262,7 +262,7 @@ def run_rank(case: Case, folder: Path, device: Device) -> int:
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         else:
-            Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # VmHWM starts anew, man 5 proc
+            Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # resets VmHWM, see man 5 proc
         made = do()
         moments[name] = max(moments.get(name, 0.0), memory_of(device)[1] - base)
         return made
@@ -273,7 +273,7 @@ def run_rank(case: Case, folder: Path, device: Device) -> int:
 
 
 def memory_of(device: Device) -> tuple[float, float]:
-    """Return the memory of this process and its largest, in MiB: its resident set, or tensors on the GPU."""
+    """The current and the peak memory of this process, in MiB: its resident set, or tensors on the GPU."""
     if device == "cuda":
         import torch
 
@@ -284,7 +284,7 @@ def memory_of(device: Device) -> tuple[float, float]:
 
 
 def work(case: Case, model: Path, moment: Callable[[str, Callable[[], Any]], Any]) -> None:
-    """Open the models of a case, train, measure, hand out the weights and copy a checkpoint."""
+    """Open the models of a case, train, measure, send the weights and copy a checkpoint."""
     from rlhf_core.config.engines import OptimizerConfig
     from rlhf_core.interfaces import ModelSpec
     from rlhf_core.sequences import Sequences
@@ -318,13 +318,13 @@ def work(case: Case, model: Path, moment: Callable[[str, Callable[[], Any]], Any
 
 
 def train(trainer: Any, samples: Sequence[Any], objective: Any) -> None:
-    """Make an optimizer step of two micro-batches."""
+    """Take an optimizer step of two micro-batches."""
     trainer.forward_backward(samples, objective)
     trainer.optim_step(learning_rate=1e-4)
 
 
 def save(trainer: Any, folder: Path) -> None:
-    """Copy what a checkpoint holds, and drop the copies."""
+    """Copy the content of a checkpoint, and drop the copies."""
     folder.mkdir()
     trainer._engine.snapshot(folder)
 
@@ -340,7 +340,7 @@ def token_samples(case: Case) -> list[Any]:
 
 
 def samples_of(case: Case, role: Role) -> tuple[Any, Any]:
-    """Return two micro-batches of a role, and its objective."""
+    """Two micro-batches of a role, and its objective."""
     from rlhf_core.algorithms.policy.clip import ClipLoss
     from rlhf_core.algorithms.preference.dpo import DPOLoss
     from rlhf_core.config.policy import CorrectionConfig

@@ -1,13 +1,13 @@
-"""Run the numeric tests under other instruction sets, math libraries and numbers of threads than this machine's own.
+"""Run the numeric tests under other instruction sets, math libraries and numbers of threads than this machine's.
 
     python -m benchmarks.portable
     python -m benchmarks.portable --selection quick
     python -m benchmarks.portable --selection by-batch
 
 Two batches that differ in their composition, threads or instruction set give numbers that are equal only up to rounding
-(`docs/keys.md`). A test that forgets this passes here and fails on another machine; this benchmark makes it fail
-here. It prints one line per setting; `closest` is the largest share of its tolerance that a comparison used. Exit
-status 0: all passed.
+(`docs/keys.md`). A test that forgets this passes here and fails on another machine; this benchmark makes it fail here.
+It prints one line per setting; `closest` is the largest fraction of its tolerance that a comparison used. Exit status
+0: all passed.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ NEUTRAL = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR", "MKL_NUM_THR
 SCALAR, AVX2 = {"ATEN_CPU_CAPABILITY": "default"}, {"ATEN_CPU_CAPABILITY": "avx2"}
 ONEDNN, MKL = {"ONEDNN_MAX_CPU_ISA": "AVX2"}, {"MKL_CBWR": "COMPATIBLE"}
 BY_BATCH = {"RLHF_TEST_ROUNDING": "1"}
-"""Rounds every linear layer by the shape of its batch, as no machine of ours does and others do (`tests/support/rounding.py`)."""
+"""Rounds linear layers by the shape of their batch, as some machines do, but not ours (`tests/support/rounding.py`)."""
 ALL = SCALAR | ONEDNN | MKL
 LIBRARIES: tuple[Mapping[str, str], ...] = ({}, SCALAR, AVX2, ONEDNN, MKL, ALL, BY_BATCH)
 SETTINGS: dict[str, tuple[Mapping[str, str], ...]] = {
     "full": ({}, *({**library, THREADS: threads} for library in LIBRARIES for threads in ("1", "2"))),
-    # Not all at once: other kernels may round what differs by the batch to the same number again.
+    # In separate settings: combined, other kernels may round differences between batches to the same number.
     "quick": (ALL | {THREADS: "1"}, BY_BATCH | {THREADS: "1"}),
     "by-batch": (BY_BATCH | {THREADS: "1"},),
 }
@@ -79,20 +79,20 @@ SEVERAL_PROCESSES = (
     "tests/rlhf_core/training/test_wide_head.py",
     "tests/stages/test_invariants_engines.py",
 )
-"""Of the full selection: engines and ranks in processes of their own, two thirds of the time."""
+"""Excluded from most settings of the full selection: engines and ranks in processes, which take most time."""
 SETTINGS_OF_SEVERAL: tuple[Mapping[str, str], ...] = (
     {},
     *(ALL | {THREADS: n} for n in "12"),
     BY_BATCH | {THREADS: "1"},
 )
-"""Under which `SEVERAL_PROCESSES` run: in full."""
+"""Settings of the full selection that run `SEVERAL_PROCESSES`."""
 NOT_NUMERIC = ("tests/rlhf_contrib/environments/test_external_agents.py",)
 COLUMNS = ("setting", "passed", "failed", "skipped", "seconds", "closest")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What pytest made of the tests under one setting. `closest` is (share, test)."""
+    """Result of pytest under one setting. `closest` is (fraction, test)."""
 
     passed: int
     failed: tuple[str, ...]
@@ -133,13 +133,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def selected(selection: str, setting: Mapping[str, str]) -> list[str]:
-    """Return what pytest is given: the tests of the selection without those that do not run under this setting."""
+    """The arguments of pytest: the tests of the selection, without tests that do not run under this setting."""
     left_out = [*NOT_NUMERIC, *(() if setting in SETTINGS_OF_SEVERAL else SEVERAL_PROCESSES)]
     return [*TESTS[selection], *(f"--ignore={test}" for test in left_out)]
 
 
 def name_of(setting: Mapping[str, str]) -> str:
-    """Return the setting as it is written before a command.
+    """The setting in the form that precedes a command.
 
     >>> name_of({"MKL_CBWR": "COMPATIBLE", "OMP_NUM_THREADS": "2"})
     'MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=2'
@@ -148,13 +148,13 @@ def name_of(setting: Mapping[str, str]) -> str:
 
 
 def row(width: int, setting: str, *cells: object) -> str:
-    """Return one line of the table."""
+    """One line of the table."""
     *numbers, last = map(str, cells)
     return "  ".join([setting.ljust(width), *(number.rjust(7) for number in numbers), last])
 
 
 def run(setting: Mapping[str, str], tests: Sequence[str], *, workers: int) -> Outcome:
-    """Run `tests` in `workers` processes under `setting`; what this process has set in its place does not count."""
+    """Run `tests` in `workers` processes under `setting`, which replaces this process's own setting."""
     environment = {name: value for name, value in os.environ.items() if name not in NEUTRAL}
     environment |= {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "RAY_USAGE_STATS_ENABLED": "0", **setting}
     # A plugin is imported by every worker before its `sys.path` has the tests.
@@ -173,7 +173,7 @@ def run(setting: Mapping[str, str], tests: Sequence[str], *, workers: int) -> Ou
 
 
 def read(report: str, *, seconds: float, output: str) -> Outcome:
-    """Return what pytest's report in JUnit's XML says."""
+    """Parse pytest's report in JUnit's XML."""
     passed, skipped = 0, 0
     failed: list[str] = []
     closest = (0.0, "")

@@ -40,7 +40,7 @@ def run_watched(command: Sequence[str], environment: dict[str, str]) -> Watched:
 
 
 def family(pid: int) -> list[psutil.Process]:
-    """Return the process and everything that it and its children started."""
+    """The process and all of its descendants."""
     try:
         parent = psutil.Process(pid)
         return [parent, *parent.children(recursive=True)]
@@ -49,7 +49,7 @@ def family(pid: int) -> list[psutil.Process]:
 
 
 def kill_family(pid: int) -> int:
-    """Send SIGKILL to the process and to everything below it at once; return how many they were."""
+    """Send SIGKILL to the process and all of its descendants at once; returns their number."""
     processes = family(pid)
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -59,11 +59,11 @@ def kill_family(pid: int) -> int:
 
 
 def stop_family(pid: int) -> None:
-    """Send SIGSTOP to the process and to everything below it, also to what they were just starting."""
+    """Send SIGSTOP to the process and all of its descendants, including processes that are just being started."""
     deadline = time.monotonic() + STOPPED_WITHIN_S
     while running := [process for process in family(pid) if not _stands_still(process)]:
         if time.monotonic() > deadline:
-            return  # it waits in the kernel, for one that was stopped while it was being started
+            return  # it waits in the kernel for a child that was stopped while starting
         for process in running:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.suspend()
@@ -71,7 +71,7 @@ def stop_family(pid: int) -> None:
 
 
 def wake_family(pid: int) -> None:
-    """Send SIGCONT to the process and to everything below it."""
+    """Send SIGCONT to the process and all of its descendants."""
     for process in family(pid):
         with contextlib.suppress(psutil.NoSuchProcess):
             process.resume()
@@ -85,7 +85,7 @@ def _stands_still(process: psutil.Process) -> bool:
 
 
 def _proportional_bytes(process: psutil.Process) -> int:
-    """Return the memory of a process; what it shares counts by the share (the kernel's own sum, which is cheap to read)."""
+    """The memory of a process; shared pages count proportionally (the kernel's own sum, which is cheap to read)."""
     try:
         text = Path(f"/proc/{process.pid}/smaps_rollup").read_text(encoding="utf-8")
     except OSError:

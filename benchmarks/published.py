@@ -1,11 +1,11 @@
-"""Compare `rlhf plan --estimate` with configurations that others have published: whether they fit, and the seconds of a step.
+"""Compare `rlhf plan --estimate` with published configurations: whether they fit, and the seconds of a step.
 
-    python -m benchmarks.published                  # every row; docs/cluster.md has the rows that miss
+    python -m benchmarks.published                  # every row; docs/cluster.md lists the rows that disagree
     python -m benchmarks.published --only 32B --terms
 
-Each publication is planned as we would run it on the same GPUs: ZeRO 3, the micro-batch given here, and rows of the published
-average length where it is known. Nothing here was run on a GPU. Models are counted from the `config.json` given here; mixtures
-of experts are built on torch's meta device, which takes seconds.
+Each publication is planned with this project's settings on the same GPUs: ZeRO 3, the micro-batch given here, and rows
+of the published average length if it is known. Nothing here was run on a GPU. Models are counted from the `config.json`
+given here; mixtures of experts are built on torch's meta device, which takes seconds.
 """
 
 import argparse
@@ -28,13 +28,13 @@ from rlhf_core.config.models import LoraConfig
 from rlhf_core.config.runtime import RuntimeConfig
 
 LOWEST, HIGHEST = 0.6, 1.5
-"""Ratios of planned to published seconds that count as agreement."""
+"""Range of the ratio of planned to published seconds that counts as agreement."""
 
 # ---------------------------------------------------------------- models
 
 
 def dense(family: str, hidden: int, layers: int, heads: int, keys: int, inner: int, words: int, **more: Any) -> str:
-    """Return a `config.json` of a family without experts."""
+    """The `config.json` of a family without experts."""
     sizes = {
         "model_type": family,
         "hidden_size": hidden,
@@ -77,7 +77,7 @@ MODELS = {
 
 @cache
 def shape(model: str) -> ModelShape:
-    """Return the shape of one of `MODELS`."""
+    """The shape of one of `MODELS`."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(MODELS[model], encoding="utf-8")
         return shape_of(Path(folder))
@@ -88,7 +88,7 @@ def shape(model: str) -> ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """A configuration that others have run, and how we would run it."""
+    """A published configuration, and the settings to run it with this project."""
 
     source: str
     """Key of `SOURCES`."""
@@ -98,16 +98,16 @@ class Publication:
     card: str
     gpus: int
     fits: bool
-    """Whether it ran, or was reported as out of memory."""
+    """Whether it ran; False if it was reported as out of memory."""
     seconds: float = 0.0
-    """Published seconds of a step; 0: none."""
+    """Published seconds of a step; 0: not published."""
     note: str = ""
     rank: int = 0
     """Rank of the adapters; 0 trains all weights."""
     rows: int = 0
-    """Rows of a step that are trained on, or answers."""
+    """Rows or answers that a step trains on."""
     length: int = 2048
-    """Tokens of a row: with a published average, that."""
+    """Tokens of a row; the average if that is published."""
     prompt: int = 512
     longest: int = 0
     """Tokens of the longest row, if `length` is an average."""
@@ -117,9 +117,9 @@ class Publication:
     engines: int = 0
     parallel: int = 1
     critic_workers: int = 0
-    """Workers of a pool of the value model."""
+    """Workers of a separate pool for the value model."""
     frozen_workers: int = 0
-    """Workers of a pool of the reference and the reward model."""
+    """Workers of a separate pool for the reference and the reward model."""
     trainer: Mapping[str, Any] = field(default_factory=dict)
     sampler: Mapping[str, Any] = field(default_factory=dict)
 
@@ -338,11 +338,11 @@ PUBLISHED = (
 )
 
 
-# ---------------------------------------------------------------- our plan of each
+# ---------------------------------------------------------------- planned estimates
 
 
 def planned(one: Publication) -> Estimate:
-    """Return our estimate of a publication."""
+    """Estimate a publication."""
     return estimate(one.model, [_phase(one)], _step(one), _runtime(one), HARDWARE[one.card])
 
 
@@ -389,7 +389,7 @@ def _runtime(one: Publication) -> RuntimeConfig:
 def _phase(one: Publication) -> Phase:
     model, tokens = shape(one.model), one.micro_batch * one.length
     lora = LoraConfig(rank=one.rank) if one.rank else None
-    lends = bool(lora) and one.work != "sft"  # adapters that are switched off leave the reference
+    lends = bool(lora) and one.work != "sft"  # switching off the adapters gives the reference
     policy = Role("policy", model, True, tokens, lora=lora, measures=1 + lends)
     if one.work == "sft":
         return Phase((policy,))
@@ -411,12 +411,12 @@ def _step(one: Publication) -> Step:
 
 
 def ratio(one: Publication, made: Estimate) -> float | None:
-    """Return planned by published seconds, None without a publication of seconds."""
+    """Ratio of planned to published seconds, None if the publication has no seconds."""
     return sum(made.seconds.values()) / one.seconds if one.seconds else None
 
 
 def agrees(one: Publication, made: Estimate) -> bool:
-    """True if both fit, or neither does, and the seconds differ by no more than the bounds allow."""
+    """Whether both fit or neither does, and the ratio of seconds is within the bounds."""
     times = ratio(one, made)
     return made.fits == one.fits and (times is None or not made.fits or LOWEST <= times <= HIGHEST)
 
@@ -425,7 +425,7 @@ def agrees(one: Publication, made: Estimate) -> bool:
 
 
 def table(pairs: Sequence[tuple[Publication, Estimate]]) -> Iterator[str]:
-    """Yield a Markdown table with a line per publication, the count of those that agree, and the sources."""
+    """Yield a Markdown table with a line per publication, the number of agreements, and the sources."""
     yield "| source | model, work | GPUs | published | planned GB on a GPU, of | node | fits | seconds | ratio | agrees |"
     yield "|---|---|---|---|--:|--:|---|--:|--:|---|"
     for one, made in pairs:

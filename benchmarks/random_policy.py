@@ -1,4 +1,4 @@
-"""A policy of random weights, so that nothing is downloaded and every answer has its full length."""
+"""A policy with random weights, so that nothing is downloaded and every answer has its maximum length."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HEAD_SIZE = 64
 
 
 def make_policy(folder: Path, hidden: int, layers: int, *, positions: int, vocabulary: int = VOCABULARY) -> None:
-    """Write a Llama whose answers do not end by themselves but by their limit; its tokenizer has `VOCABULARY` tokens."""
+    """Write a Llama whose answers always reach their limit; its tokenizer has `VOCABULARY` tokens."""
     heads = hidden // HEAD_SIZE
     shape = InitModel(
         vocab_size=vocabulary, hidden_size=hidden, layers=layers, heads=heads, kv_heads=heads,

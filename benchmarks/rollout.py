@@ -1,14 +1,14 @@
-"""Measure rollout samples per second beside `vllm.LLM.generate` of the same requests, and the cost of sending weights.
+"""Compare rollout samples per second with `vllm.LLM.generate` on the same requests, and measure the cost of a sync.
 
     python -m benchmarks.rollout
     python -m benchmarks.rollout --hidden 2048 --layers 16 --gpus 1 --samples 512 --prompt 256 --answer 512
 
-Single turns go through a sampler in this process and through one on Ray. Episodes of several turns are played in
-lockstep and continuously, with environments that take `--delay` seconds a turn on average. *plain* is `LLM.generate` on
-the engine of the sampler in this process: of the same requests at once, and for episodes turn by turn as lockstep
-requested them, without environments. `--clock cpu` counts the CPU seconds of this process and its descendants, which
-other load on the machine hardly changes; waits do not count. The model is a Llama with random weights, so nothing is
-downloaded and nearly every answer has its full length.
+Single turns use an in-process sampler and one on Ray. Episodes of several turns are played in lockstep and
+continuously, with environments that take `--delay` seconds per turn on average. *plain* is `LLM.generate` on the engine
+of the in-process sampler: for single turns, all requests at once; for episodes, turn by turn as requested in lockstep,
+without environments. `--clock cpu` counts the CPU seconds of this process and its descendants, which hardly depend on
+other load of the machine; waiting does not count. The model is a Llama with random weights, so nothing is downloaded
+and nearly every answer has its maximum length.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PLAIN_SINGLE, PLAIN_TURNS = "single turn, plain", "episodes, plain, turn by turn
 
 
 class Patient(Environment):
-    """An environment that thinks for a while and has little to say; an episode takes `turns` turns."""
+    """An environment that waits for a while and replies briefly; an episode takes `turns` turns."""
 
     def __init__(self, turns: int, delay_s: float) -> None:
         self._turns = turns
@@ -39,11 +39,11 @@ class Patient(Environment):
         self._draw = random.Random()
 
     def reset(self, prompt: Any, seed: int) -> None:
-        """Begin; the seed decides how long each turn takes."""
+        """Begin an episode; the seed determines the duration of each turn."""
         self._draw.seed(seed)
 
     async def step(self, action: str, **info: Any) -> StepResult:  # type: ignore[override]
-        """Answer after `delay_s` on average, exponentially distributed."""
+        """Reply after `delay_s` on average, exponentially distributed."""
         if self._delay_s:
             await asyncio.sleep(self._draw.expovariate(1 / self._delay_s))
         done = info["turn"] + 1 >= self._turns
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def compare(policy: Path, options: argparse.Namespace, stack: contextlib.ExitStack) -> None:
-    """Make all sides, then measure them in turn, three times after a warm-up."""
+    """Build all sides, then measure them in turn, three times after a warm-up."""
     from benchmarks.random_policy import make_policy
     from rlhf_core.config.engines import TrainerConfig
     from rlhf_core.config.runtime import RuntimeConfig, VllmSamplerConfig
@@ -93,7 +93,7 @@ def compare(policy: Path, options: argparse.Namespace, stack: contextlib.ExitSta
 def sides(
     policy: Path, here: Any, there: Any, options: argparse.Namespace, stack: contextlib.ExitStack
 ) -> dict[str, Callable[[], object]]:
-    """Return what is measured, by name."""
+    """The calls to measure, by name."""
     from rlhf_core.config.engines import SamplingConfig
 
     sampling = SamplingConfig(max_tokens=options.answer)
@@ -114,20 +114,20 @@ def sides(
 
 
 class Recording:
-    """A sampler that keeps the requests of each batch."""
+    """A sampler that records the requests of each batch."""
 
     def __init__(self, sampler: Any) -> None:
         self._sampler = sampler
         self.batches: list[list[Any]] = []
 
     def generate(self, requests: Sequence[Any], sampling: Any) -> Any:
-        """Pass the requests on."""
+        """Forward the requests."""
         self.batches.append(list(requests))
         return self._sampler.generate(requests, sampling)
 
 
 def requests_of(count: int, prompt: int) -> list[Any]:
-    """Return requests with random prompts, which have nothing in common."""
+    """Requests with random prompts that have no common prefix."""
     from benchmarks.random_policy import VOCABULARY
     from rlhf_core.types import SamplingRequest, ids
 
@@ -139,7 +139,7 @@ def requests_of(count: int, prompt: int) -> list[Any]:
 
 
 def plain(sampler: Any, batches: Sequence[Sequence[Any]], sampling: Any) -> Callable[[], object]:
-    """Return a call of `LLM.generate` for each batch, with everything but the engine's own work done before."""
+    """A function that calls `LLM.generate` for each batch, with all preparation done beforehand."""
     llm = sampler._llm
     prepared = [
         (
@@ -152,7 +152,7 @@ def plain(sampler: Any, batches: Sequence[Sequence[Any]], sampling: Any) -> Call
 
 
 def episodes_of(policy: Path, options: argparse.Namespace, stack: contextlib.ExitStack) -> Callable[[Any, str], object]:
-    """Return a function that plays the same episodes with a sampler, by a way of scheduling."""
+    """A function that plays the same episodes with a sampler and a kind of scheduling."""
     from rlhf_core.agents.episodes import Episode, play_episodes
     from rlhf_core.agents.process import Environments
     from rlhf_core.config.agents import EnvironmentAgent
@@ -180,11 +180,11 @@ def episodes_of(policy: Path, options: argparse.Namespace, stack: contextlib.Exi
             if one.completion.failure:
                 raise RuntimeError(one.completion.failure)
 
-    return played  # type: ignore[return-value]  # the names are those of the two ways
+    return played  # type: ignore[return-value]  # the names are the two kinds of scheduling
 
 
 def computed_s() -> float:
-    """Return the seconds of CPU that this process and its descendants have had."""
+    """CPU seconds used so far by this process and its descendants."""
     import psutil
 
     this = psutil.Process()
@@ -197,7 +197,7 @@ def computed_s() -> float:
 
 
 def timed_sides(work: dict[str, Callable[[], object]], now: Callable[[], float]) -> dict[str, list[float]]:
-    """Return the seconds of each side in each repeat; all sides take turns in each of them."""
+    """Measure the seconds of each side in each repeat; within a repeat, the sides take turns."""
     for call in work.values():
         call()
     seconds: dict[str, list[float]] = {name: [] for name in work}
@@ -210,7 +210,7 @@ def timed_sides(work: dict[str, Callable[[], object]], now: Callable[[], float])
 
 
 def report(seconds: dict[str, list[float]], samples: int) -> None:
-    """Print samples a second and the share of plain's speed, repeat by repeat."""
+    """Print samples per second and the fraction of plain's speed, for each repeat."""
     for name, each in seconds.items():
         base = seconds[PLAIN_SINGLE if name.startswith("single") else PLAIN_TURNS]
         shares = [other / own for other, own in zip(base, each, strict=True)]
@@ -220,7 +220,7 @@ def report(seconds: dict[str, list[float]], samples: int) -> None:
 
 
 def sync_share(runtime: Any, sampler: Any, policy: Path, options: argparse.Namespace, now: Callable[[], float]) -> None:
-    """Print the seconds of a weight update, and its share of a step: sample, measure, train, send."""
+    """Print the seconds of a weight update, and its fraction of a step: sample, measure, train, send."""
     from rlhf_core.config.engines import OptimizerConfig, SamplingConfig
     from rlhf_core.interfaces import ModelSpec
     from rlhf_core.sequences import Sequences

@@ -1,4 +1,4 @@
-"""What benchmarks over several seeds share: their options, and a file of results of which the latest of each seed counts."""
+"""Shared parts of benchmarks over seeds: options, and a result file in which the latest result of a seed counts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ R = TypeVar("R", bound="DataclassInstance")
 
 
 def seeds_parser(about: str | None) -> argparse.ArgumentParser:
-    """Return a parser with the options of a benchmark over seeds; each adds its own.
+    """A parser with the common options of benchmarks over seeds; each benchmark adds more.
 
     >>> seeds_parser("").parse_args(["--seeds", "5", "--set", "ppo.steps=12"]).overrides
     ['ppo.steps=12']
@@ -30,12 +30,12 @@ def seeds_parser(about: str | None) -> argparse.ArgumentParser:
 
 
 def add_first(parser: argparse.ArgumentParser, default: int = 17) -> None:
-    """Add the first seed; the default is that of the profiles."""
+    """Add the option of the first seed; the default is the profiles' seed."""
     parser.add_argument("--first", type=int, default=default, help="the first seed (default %(default)s)")
 
 
 def keep(result: DataclassInstance, file: Path) -> str:
-    """Append a result to the file, and return its line."""
+    """Append a result to the file; returns its line."""
     line = json.dumps(asdict(result))
     with file.open("a", encoding="utf-8") as lines:
         lines.write(line + "\n")
@@ -43,14 +43,14 @@ def keep(result: DataclassInstance, file: Path) -> str:
 
 
 def read(file: Path, kind: type[R]) -> list[R]:
-    """Return the results in the file, oldest first; none if it is not there."""
+    """Read the results in the file, oldest first; empty if it does not exist."""
     return (
         [kind(**json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()] if file.is_file() else []
     )
 
 
 def latest(results: Iterable[R], of: Callable[[R], Any]) -> list[R]:
-    """Return the latest result of each `of`, such as a seed or a pair of arm and seed, in their order.
+    """The latest result for each value of `of`, such as a seed or a pair of arm and seed, sorted by that value.
 
     >>> latest([3, 12, 11], lambda number: number % 10)
     [11, 12, 3]

@@ -1,19 +1,19 @@
-"""Test which transformers architectures keep samples that share a row apart: every family of causal language models.
+"""Test which transformers architectures isolate samples that share a row, for all causal language models.
 
-    python -m benchmarks.separable                      # all families; a table, and the list that follows from it
+    python -m benchmarks.separable                      # all families: a table, and the resulting list
     python -m benchmarks.separable llama mistral opt    # some
 
-Each family is built with random weights at a tiny size, with attention windows and chunks shorter than the samples and
-with every type of layer that its default configuration has. Four numbers are measured with the trainer's own forward
-pass, each the largest difference of a log-probability in float32:
+Each family is built with random weights at a tiny size, with attention windows and chunks shorter than the samples, and
+with every layer type of its default configuration. Four numbers are measured with the trainer's forward pass, each the
+largest difference of a log-probability in float32:
 
-    packed    samples that share a row, against each sample alone in a row of its own length
-    padded    samples in rows that are padded on the right, against the same
-    prefixed  samples that begin alike and share these tokens under a mask of our own, against each sample alone; only
+    packed    samples that share a row, compared with each sample alone, without padding
+    padded    samples in rows that are padded on the right, compared with the same
+    prefixed  samples with a common prefix that is computed once, with a custom mask, compared with each alone; only
               under sdpa and without attention windows
-    reach     another token right before, in a sample alone: what the architecture would show if it leaked
+    reach     another previous token in a single sample: the size that a leak would have
 
-A family is separable if all of them are rounding under each attention that it supports while `reach` is not.
+A family is separable if `reach` exceeds rounding errors but the others do not, under each attention that it supports.
 """
 
 from __future__ import annotations
@@ -37,16 +37,17 @@ from rlhf_core.models.batches import SEPARABLE, collate, sees_whole_rows, shared
 from rlhf_core.types import TokenSample, ids, mask
 
 ROUNDING = 1e-4
-"""Differences up to here are rounding: log-probabilities of size 10 have an fp32 ulp of 1e-6, and some tens of sums follow
-each other: up to 3e-5 was seen. The smallest leak that was seen, of roberta-prelayernorm, is 1e-3."""
+"""Differences up to here are rounding: log-probabilities of size 10 have an fp32 ulp of 1e-6, and some tens of sums
+follow each other: up to 3e-5 was seen. The smallest observed leak, of roberta-prelayernorm, is 1e-3.
+"""
 REACH = 1e-2
 WINDOW = 4
 LENGTHS = (11, 7, 13, 5, 9, 12, 6)
-"""Longer than the window; several fit into a row, at places that are not multiples of the window."""
+"""Longer than the window. Several fit into a row, at offsets that are not multiples of the window."""
 ROW = 26
 VOCABULARY = 97
 LARGEST = 20_000_000
-"""Parameters of a model that is not tiny; nothing beyond it is built."""
+"""Maximum parameters of a tiny model; larger ones are not built."""
 
 NUMBERS = {
     "vocab_size": VOCABULARY,
@@ -76,7 +77,7 @@ NUMBERS = {
     "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 8,
     "v_head_dim": 8,
-    # attention of a part of the row
+    # attention to a part of the row
     "sliding_window": WINDOW,
     "sliding_window_size": WINDOW,
     "attention_window_size": WINDOW,
@@ -88,7 +89,7 @@ NUMBERS = {
     "index_topk": 4,
     "index_n_heads": 2,
     "index_head_dim": 16,
-    # states
+    # state-space models
     "mamba_d_state": 8,
     "mamba_n_heads": 8,
     "mamba_d_head": 8,
@@ -123,11 +124,11 @@ OWN: dict[str, dict[str, Any]] = {
     "gemma3n_text": {"num_kv_shared_layers": 2, "vocab_size_per_layer_input": VOCABULARY, "laurel_rank": 4},
     "gemma4_text": {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
-    "lfm2": MIXED,  # without being told, all layers would be attention
+    "lfm2": MIXED,  # by default, all layers would be attention
     "lfm2_moe": MIXED,
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1},
 }
-"""What some families need besides."""
+"""Additional settings that some families need."""
 WINDOWED = {"window": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}}
 WINDOWLESS = {"full": {"sliding_window": None}}
 FURTHER: dict[str, dict[str, dict[str, Any]]] = {
@@ -139,12 +140,12 @@ FURTHER: dict[str, dict[str, dict[str, Any]]] = {
     "gpt_neox": {"sequential": {"use_parallel_residual": False}},
     "stablelm": {"parallel": {"use_parallel_residual": True, "use_qkv_bias": True}},
 }
-"""Variants of a family beside the one that `NUMBERS` makes."""
+"""Variants of a family in addition to the one from `NUMBERS`."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was measured of a family; `problem` where it could not be built or run."""
+    """Measurements of a family; `problem` if it could not be built or run."""
 
     family: str
     packed: dict[str, float] = field(default_factory=dict)
@@ -179,14 +180,14 @@ def main() -> int:
 
 
 def families() -> list[str]:
-    """Return the model types that `AutoModelForCausalLM` knows."""
+    """The model types that `AutoModelForCausalLM` supports."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 def line(verdict: Verdict) -> str:
-    """Return a row of the table."""
+    """A row of the table."""
     said = verdict.problem or "  ".join(
         f"{name}: packed {verdict.packed[name]:.0e} padded {verdict.padded[name]:.0e}" for name in verdict.packed
     )
@@ -217,7 +218,7 @@ def configs(family: str) -> Iterator[tuple[str, Any]]:
 
 
 def tiny_config(family: str, **own: Any) -> Any:
-    """Return a small configuration with all types of layers that the default one has."""
+    """A small configuration with all layer types of the default configuration."""
     from transformers import CONFIG_MAPPING
 
     made = CONFIG_MAPPING[family]
@@ -239,7 +240,7 @@ def tiny_config(family: str, **own: Any) -> Any:
 
 
 def build(config: Any, attention: str) -> Any:
-    """Return a model with random weights large enough that every part matters."""
+    """Build a model with random weights large enough that every part affects the output."""
     from transformers import AutoModelForCausalLM
 
     config = deepcopy(config)
@@ -257,13 +258,13 @@ def build(config: Any, attention: str) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" not in name and parameter.ndim > 1:
-                # Not too flat for a leak to be seen, not so sharp that rounding grows from layer to layer.
+                # Large enough to show a leak, and small enough that rounding does not grow from layer to layer.
                 parameter.copy_(torch.randn_like(parameter) * 1.5 / parameter.shape[-1] ** 0.5)
     return model
 
 
 def samples(lengths: Sequence[int] = LENGTHS) -> list[TokenSample]:
-    """Return samples with all tokens trained but the first."""
+    """Samples that train on all tokens but the first."""
     draw = torch.Generator().manual_seed(11)
     drawn = [torch.randint(3, VOCABULARY, (length,), generator=draw).tolist() for length in lengths]
     return [TokenSample(ids(one), mask([0] + [1] * (len(one) - 1))) for one in drawn]
@@ -295,7 +296,7 @@ def _measured(verdict: Verdict, config: Any, attention: str, variant: str) -> Ve
 
 
 def measure(model: Any) -> tuple[float, float, float]:
-    """Return the largest differences of log-probabilities: packed, padded, and of another token before."""
+    """Measure the largest differences of log-probabilities: packed, padded, and with another previous token."""
     some = samples()
     with patch.object(forward, "shared_rows", lambda batch, prefixes_of: None):
         alone = [_logprobs(model, [sample], None)[0] for sample in some]
@@ -308,13 +309,13 @@ def measure(model: Any) -> tuple[float, float, float]:
     flat = replace(forward.model_rules(model), is_flash=True)
     with patch.object(forward, "model_rules", lambda model: flat):
         layouts.append(_logprobs(model, some, ROW))
-    layouts.append(_logprobs(model, some, None))  # rows shared where that saves padding
+    layouts.append(_logprobs(model, some, None))  # rows are shared if that saves padding
     packed = max(_difference(layout, alone) for layout in layouts)
     return packed, _difference(padded, alone), max(moved)
 
 
 def measure_prefixes(model: Any) -> float:
-    """Return the largest difference of log-probabilities of samples that share their first tokens, to each alone."""
+    """Largest difference of log-probabilities between samples with a shared prefix and each sample alone."""
     prompts = samples((9, 14))
     ends = samples((3, 8, 5, 1, 6))
     some = [

@@ -1,8 +1,8 @@
-"""Run the sides of a comparison: each is a warm process of its own and measures one step whenever it is its turn.
+"""Run the sides of a comparison: each is a separate warm process that measures one step whenever it is its turn.
 
-The job of a side is a JSON file. The side answers first after a warm-up step, then every word `step` with the seconds
-of one step, and `stop` with the peak resident memory of its process. Only the standard library is used here, because
-the other side's interpreter has none of our packages.
+The job of a side is a JSON file. The side first responds after a warm-up step, then to every word `step` with the
+seconds of one step, and to `stop` with the peak resident memory of its process. Only the standard library is used here,
+because the other side's interpreter lacks our packages.
 """
 
 from __future__ import annotations
@@ -36,31 +36,31 @@ def tree_at(revision: str) -> Iterator[Path]:
 
 
 class Root:
-    """A process that has imported what the sides of one interpreter need, and forks one of them whenever asked.
+    """A process that has imported the modules of one interpreter's sides, and forks a side on request.
 
-    Imports take longer than what is measured; the memory of a side still is its own.
+    Imports take longer than the measurements; the memory of a side is still measured separately.
     """
 
     def __init__(self, command: Sequence[str], log: Path, tree: Path | None = None) -> None:
-        """`tree` is that of another revision, whose modules it imports."""
+        """`tree` is a worktree of another revision, whose modules the process imports."""
         with log.open("w", encoding="utf-8") as stream:
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=stream, text=True, cwd=tree)
 
     def fork(self, job: Path, answers: Path, words: Path) -> None:
-        """Have a side made of the job, which opens the two pipes."""
+        """Fork a side that runs the job and opens the two pipes."""
         assert self._process.stdin
         print(json.dumps([str(job), str(answers), str(words)]), file=self._process.stdin, flush=True)
 
     def close(self) -> None:
-        """End the process; its sides have ended before."""
+        """End the process; its sides must have ended before."""
         assert self._process.stdin
         self._process.stdin.close()
         self._process.wait()
 
 
 def root(work: Callable[[dict[str, Any], Turn], None]) -> None:
-    """Be the process behind a `Root`: every line asks for a fork, which does `work` and ends."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the sides: their pipes tell
+    """Run as the process behind a `Root`: every line requests a fork, which runs `work` and ends."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the sides are not waited for, because their pipes show their end
     for line in sys.stdin:
         if os.fork() == 0:
             job, answers, words = map(Path, json.loads(line))
@@ -76,7 +76,7 @@ def root(work: Callable[[dict[str, Any], Turn], None]) -> None:
 
 
 class Side:
-    """One side, seen from the process that compares. It starts at once; `wait` for it before its first step."""
+    """One side, seen from the comparing process. It starts immediately; call `wait` before its first step."""
 
     def __init__(self, name: str, root: Root, job: Mapping[str, Any], folder: Path) -> None:
         self.name = name
@@ -91,22 +91,22 @@ class Side:
         self._words = words.open("w", encoding="utf-8")
 
     def wait(self) -> dict[str, float]:
-        """Return what the warm-up measured: `loss` and `grad_norm`, by which two sides show that they do the same."""
+        """Wait for the warm-up; returns `loss` and `grad_norm`, which show that two sides do the same work."""
         return self._read()
 
     def step(self) -> dict[str, float]:
-        """Return `wall` and `cpu` seconds of one step, and whatever else the side counts."""
+        """Measure `wall` and `cpu` seconds of one step, and any other figures of the side."""
         return self._ask("step")
 
     def stop(self) -> dict[str, float]:
-        """Return `peak_gib` of the side, and whatever else it measured last."""
+        """Stop the side; returns its `peak_gib` and any other final figures."""
         last = self._ask("stop")
         self._words.close()
         self._answers.close()
         return last
 
     def _ask(self, word: str) -> dict[str, float]:
-        with suppress(BrokenPipeError):  # it died: reading will say so, with its log
+        with suppress(BrokenPipeError):  # the side died: reading raises an error that names its log
             print(word, file=self._words, flush=True)
         return self._read()
 
@@ -119,10 +119,10 @@ class Side:
 
 
 class Turn:
-    """The same seen from inside a side: it waits for its turn and answers."""
+    """The same, seen from inside a side: it waits for its turn and responds."""
 
     def __init__(self, answers: Path, words: Path, log: Path) -> None:
-        # Whatever the libraries print goes to the log.
+        # Output of libraries goes to the log.
         stream = log.open("w", encoding="utf-8")
         for standard in (sys.stdout, sys.stderr):
             os.dup2(stream.fileno(), standard.fileno())
@@ -130,15 +130,15 @@ class Turn:
         self._words = words.open(encoding="utf-8")
 
     def answer(self, **values: float) -> None:
-        """Send one answer."""
+        """Send one response."""
         print(json.dumps(values), file=self._answers, flush=True)
 
     def comes(self) -> bool:
-        """Wait for the next word; return whether it asks for a step."""
+        """Wait for the next word; returns whether it requests a step."""
         return self._words.readline().strip() == "step"
 
     def serve(self, step: Callable[[], Mapping[str, float]], **last: Callable[[], float]) -> None:
-        """Make a step to warm up, then one whenever asked; in the end send `last`, measured then, and the peak."""
+        """Run a warm-up step, then one per request; at the end, send the measurements in `last` and the peak memory."""
         self.answer(**step())
         while self.comes():
             clock = Clock()
@@ -149,24 +149,24 @@ class Turn:
 
 
 class Clock:
-    """Seconds since it was made: of the wall, and of this process's threads together."""
+    """Seconds since its creation: wall time, and CPU time of all threads of this process."""
 
     def __init__(self) -> None:
         self._wall, self._cpu = time.perf_counter(), time.process_time()
 
     def read(self) -> dict[str, float]:
-        """Return `wall` and `cpu` seconds."""
+        """The `wall` and `cpu` seconds."""
         return {"wall": time.perf_counter() - self._wall, "cpu": time.process_time() - self._cpu}
 
 
 def share_of_even(ids: Sequence[int]) -> float:
-    """Return the share of even token ids in an answer: the reward of `grpo_step`, the same for all its sides."""
+    """The fraction of even token ids in an answer: the reward of `grpo_step`, the same for all of its sides."""
     return sum(number % 2 == 0 for number in ids) / max(1, len(ids))
 
 
 def peak_gib() -> float:
-    """Return the highest resident memory that this process has had (Linux)."""
-    # Not ru_maxrss: a child starts with its parent's.
+    """The peak resident memory of this process, in GiB (Linux)."""
+    # Not ru_maxrss: a child inherits its parent's value.
     status = Path("/proc/self/status").read_text(encoding="utf-8")
     peak_kib = next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:"))
     return int(peak_kib) / 2**20

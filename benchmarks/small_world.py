@@ -1,4 +1,4 @@
-"""A small support desk in this process: data, SFT policy and reward models, and policy optimization on them.
+"""A small in-process support desk: data, SFT policy and reward models, and policy optimization on them.
 
 The engines are plain torch and transformers, without Ray and vLLM, so that a run of policy optimization takes seconds.
 """
@@ -51,14 +51,14 @@ LOOP = LoopConfig(batch_size=16, epochs=1, eval_every=500, checkpoint_every=500)
 GOLD = RewardsConfig(
     terms={"gold": FunctionReward(function="rlhf_contrib.worlds.support_readers:reader_reward", timeout_s=600.0)}
 )
-"""What a person who reads message and reply says of it; nothing trains on it."""
+"""Judgment of a person who reads message and reply; it is never trained on."""
 SEED = 17
-"""Of data, SFT and reward models; runs of policy optimization have seeds of their own."""
+"""Seed of data, SFT and reward models; runs of policy optimization have separate seeds."""
 
 
 @dataclass
 class SmallWorld:
-    """A store with the artifacts that runs start from; what is in the store is not made again."""
+    """A store with the artifacts that runs start from; existing artifacts are not computed again."""
 
     store: ArtifactStore
     inputs: dict[str, Any] = field(default_factory=dict)
@@ -66,9 +66,9 @@ class SmallWorld:
 
     @classmethod
     def at(cls, state: Path, *, hidden: int = 64) -> SmallWorld:
-        """Return the world in the store below `state`, with data and SFT policy, which take a minute at first.
+        """Open the world in the store below `state`; at first, data and SFT policy take a minute.
 
-        Rows and tokenizer are the same whatever the policy's number of `hidden` units.
+        Rows and tokenizer are the same for any number of `hidden` units of the policy.
         """
         world = cls(ArtifactStore(state / "store"))
         world.store.create()
@@ -83,7 +83,7 @@ class SmallWorld:
         return world
 
     def reward_model(self, pairs: int, *, hidden: int = 64, seed: int = SEED) -> ArtifactRef:
-        """Return a reward model that was trained on the first `pairs` pairs, from an SFT policy of as many `hidden` units."""
+        """A reward model trained on the first `pairs` pairs, from an SFT policy with `hidden` units."""
         assert self.data is not None and self.data.preferences is not None
         folder = self.store.path(self.data.preferences)
         rows = read_preferences(folder / "train.parquet")[:pairs]
@@ -108,7 +108,7 @@ class SmallWorld:
         tracker: MemoryStageTracker | None = None,
         fresh: bool = False,
     ) -> ArtifactRef:
-        """Return the result of a stage, made in this process if the store does not have it, or if it is to be `fresh`."""
+        """Run a stage in this process, or use the store's result unless `fresh` is set."""
         spec = STAGES[name].spec(config, inputs, label=name, seed=seed, engines={})
         own = runtime or LocalRuntime(RUNTIME)
         try:
@@ -125,19 +125,19 @@ class SmallWorld:
         return ref
 
     def curves(self, ref: ArtifactRef) -> dict[str, dict[int, float]]:
-        """Return what the run that made a policy logged: metric -> step -> value."""
+        """Logged metrics of the run that trained a policy: metric -> step -> value."""
         (record,) = [record for record in self.store.records() if record.handle == ref]
         curves = read_curves(attempts.metrics(self.store.attempts(record.key)))
         return {name.removeprefix("ppo/"): dict(points) for name, points in curves.items()}
 
     def report(self, ref: ArtifactRef) -> dict[str, Any]:
-        """Return `monitors.json` of a policy."""
+        """The `monitors.json` of a policy."""
         found: dict[str, Any] = json.loads((self.store.path(ref) / "monitors.json").read_text(encoding="utf-8"))
         return found
 
 
 def ppo(*, steps: int, **changes: Any) -> PPOConfig:
-    """Return RLOO against the reward model, with held-out evaluations judged by the gold reward."""
+    """RLOO against the reward model, with held-out evaluations judged by the gold reward."""
     settings: dict[str, Any] = {
         "steps": steps,
         "prompts_per_step": 12,
@@ -154,7 +154,7 @@ def ppo(*, steps: int, **changes: Any) -> PPOConfig:
 
 
 class WrappedRuntime(LocalRuntime):
-    """Engines in this process, each passed through a function on its way to the stage."""
+    """In-process engines, each passed through a function before the stage gets it."""
 
     def __init__(self, *, trainer: Callable[[Role, Trainer], Trainer], sampler: Callable[[Sampler], Sampler]) -> None:
         super().__init__(RUNTIME)

@@ -1,13 +1,13 @@
-"""Measure speed and memory of one training step beside the plain transformers loop and TRL, side by side in one run.
+"""Compare speed and memory of one training step with the plain transformers loop and TRL, in one run.
 
     python -m benchmarks.train_step --models tiny --trl-python /path/to/venv-with-trl/bin/python
     python -m benchmarks.train_step --models 135M --smollm2 FOLDER --trl-python ... --markdown table.md
-    python -m benchmarks.train_step --before v0.1.0 --sides ours before     # beside the same of a revision
+    python -m benchmarks.train_step --before v0.1.0 --sides ours before     # compared with another revision
 
-Each side is a process of its own with the same weights, rows, micro-batches and AdamW in float32. The sides stay warm
-and take turns. A figure is the median of the repeats, by the wall clock or, if other work uses the cores, by `--clock
-cpu`. `tokens` counts real ones: time spent on padding is a side's own loss. TRL is no dependency of ours: without
-`--trl-python` its lines are not measured. OMP_NUM_THREADS holds for all.
+Each side is a separate process with the same weights, rows, micro-batches and AdamW in float32. The sides stay warm and
+take turns. A figure is the median of the repeats, by the wall clock or, if other work uses the cores, by `--clock cpu`.
+`tokens` counts real tokens, so time spent on padding lowers a side's speed. TRL is not a dependency of this project:
+without `--trl-python`, its lines are not measured. OMP_NUM_THREADS applies to all.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from benchmarks.sides import Root, Side, tree_at
 REPEATS = 3
 KINDS = ("sft", "dpo", "policy")
 SPREADS = ("uniform", "mixed", "groups")
-"""All samples of one length, or of mixed ones; in `groups`, for the policy only, 8 answers of mixed lengths to a prompt."""
+"""All samples of one length, or of mixed lengths; `groups` (policy only) has 8 answers of mixed lengths per prompt."""
 GROUP = 8
 OURS = {"ours": "torch", "ours DeepSpeed": "deepspeed", "ours packed": "torch"}
 SHARING = frozenset({*OURS, "before"})
 """Sides that compute a prompt once for the answers of a group or a pair."""
 SIGMA = 0.9
-"""Of the logarithm of a length, as in collections of chats."""
+"""Standard deviation of the logarithm of a length, as in collections of chats."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """A model, and a step of it: `rows` of `mean` tokens on average and of at most `longest`."""
+    """A model, and the size of its step: `rows` with `mean` tokens on average and at most `longest`."""
 
     folder: Path
     rows: int
@@ -89,11 +89,11 @@ def main() -> int:
     return 0
 
 
-# ---------------------------------------------------------------- what is compared
+# ---------------------------------------------------------------- models and rows
 
 
 def tiny(folder: Path) -> Size:
-    """Return a Llama of 2.7M parameters with random weights, and a step for it."""
+    """A Llama of 2.7M parameters with random weights, and a step for it."""
     from rlhf_core.config.models import InitModel
     from rlhf_core.models.initialize import initialize_llama, train_tokenizer
 
@@ -105,7 +105,7 @@ def tiny(folder: Path) -> Size:
 
 
 def smollm2(given: Path | None, folder: Path) -> Size:
-    """Return SmolLM2-135M, and a step that takes seconds on one core."""
+    """SmolLM2-135M, and a step that takes seconds on one core."""
     from rlhf_core.config.models import PretrainedModel
     from rlhf_core.models.materialize import materialize
     from rlhf_core.models.packages import package_folder
@@ -117,7 +117,7 @@ def smollm2(given: Path | None, folder: Path) -> Size:
 
 
 def lengths(size: Size, spread: str, count: int) -> list[int]:
-    """Return `count` lengths: all alike, or log-normal with the same mean before they are cut at the longest."""
+    """Draw `count` lengths: all equal, or log-normal with the same mean before they are cut at the longest."""
     if spread == "uniform":
         return [size.mean] * count
     draw = random.Random(17)
@@ -126,7 +126,7 @@ def lengths(size: Size, spread: str, count: int) -> list[int]:
 
 
 def rows_of(size: Size, kind: str, spread: str) -> list[dict[str, Any]]:
-    """Return the rows of a step: a quarter of each is its prompt. A pair has one prompt and two answers."""
+    """Draw the rows of a step: a quarter of each is its prompt. A pair has one prompt and two answers."""
     draw = random.Random(18)
     vocabulary = size.shape["vocab_size"]
 
@@ -159,7 +159,7 @@ def rows_of(size: Size, kind: str, spread: str) -> list[dict[str, Any]]:
 def compare(
     size: Size, kind: str, spread: str, folder: Path, options: argparse.Namespace, roots: Mapping[str, Root]
 ) -> Iterator[str]:
-    """Start the sides, let them take turns, and yield the line of each."""
+    """Start the sides, let them take turns, and yield one line per side."""
     folder.mkdir()
     rows = rows_of(size, kind, spread)
     job = {
@@ -191,7 +191,7 @@ def compare(
 
 @contextmanager
 def roots(module: Sequence[str], folder: Path, options: argparse.Namespace) -> Iterator[dict[str, Root]]:
-    """Yield the processes that our sides (of `module`), those of before and TRL's are forked from."""
+    """Yield the processes that our sides (of `module`), the earlier revision's and TRL's are forked from."""
     own = [sys.executable, "-m", *module]
     with tree_at(options.before) if options.before else nullcontext() as tree:
         made = {"ours": Root(own, folder / "ours.log")}
@@ -222,7 +222,7 @@ def start(job: dict[str, Any], folder: Path, wanted: list[str] | None, roots: Ma
 
 
 def check_equal(first: dict[str, dict[str, float]]) -> None:
-    """Exit unless all sides had the same gradient in their first step: else they were not at the same work."""
+    """Exit unless all sides had the same gradient in their first step; otherwise they do different work."""
     norms = {name: one["grad_norm"] for name, one in first.items()}
     middle = statistics.median(norms.values())
     if any(abs(norm - middle) > 1e-3 * middle for norm in norms.values()):
@@ -230,11 +230,11 @@ def check_equal(first: dict[str, dict[str, float]]) -> None:
 
 
 def work(size: Size, rows: list[dict[str, Any]], *, shares: bool) -> tuple[int, float]:
-    """The real tokens of a step, and the floating point operations that a side computes, without padding and recomputation.
+    """The real tokens of a step, and the floating-point operations of a side, without padding and recomputation.
 
-    Forward and backward are 6 per weight and token, and 12 per layer, width and pair of positions that see each other
-    (half of a square). The LM head counts for the answers' tokens only. A side that `shares` computes a prompt once for
-    all of its answers; its tokens count for each answer, as a step of any side learns from all of them.
+    Forward and backward are 6 per weight and token, and 12 per layer, width and pair of positions that attend to each
+    other (half of a square). The LM head counts only for the answers' tokens. A side that `shares` computes a prompt
+    once for all of its answers; its tokens count for each answer, because a step of any side learns from all of them.
     """
     shape = size.shape
     hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
@@ -256,7 +256,7 @@ def work(size: Size, rows: list[dict[str, Any]], *, shares: bool) -> tuple[int, 
 
 
 def ratio(seconds: dict[str, list[float]], name: str, other: str) -> str:
-    """Return how many times as fast as `other` a side is: the median over the turns."""
+    """Median speedup of a side over `other`, over the turns."""
     if other not in seconds:
         return "not measured"
     return f"{statistics.median(b / a for a, b in zip(seconds[name], seconds[other], strict=True)):.2f}"

@@ -1,8 +1,8 @@
 """Run TRL's side of `train_step` and `grpo_step`. Only an interpreter that has TRL runs this file.
 
-The trainers are TRL's own, with the settings of the comparison: float32, no gradient checkpointing, the rows of a step
-as the whole dataset. A callback holds `train` between steps until it is this side's turn. The clock runs from TRL's
-beginning of a step to its end, so the loading and padding of its batches is not counted.
+The trainers are TRL's, with the settings of the comparison: float32, no gradient checkpointing, the rows of a step as
+the whole dataset. A callback blocks `train` between steps until it is this side's turn. The time is measured from TRL's
+start of a step to its end, so loading and padding of batches is not counted.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ PAST_THE_END = 10**6
 
 
 class Done(Exception):
-    """No more steps are asked for."""
+    """No more steps are requested."""
 
 
 class Hold(TrainerCallback):  # type: ignore[misc]
-    """Lets the first step pass, to warm up, and each other one when it is asked for."""
+    """Lets the first step run as a warm-up, and each further one on request."""
 
     def __init__(self, turn: Turn) -> None:
         self._turn = turn
@@ -34,7 +34,7 @@ class Hold(TrainerCallback):  # type: ignore[misc]
         self.trainer: Any = None
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Wait for this side's turn; before that, answer for the step that was made."""
+        """Wait for this side's turn; before that, respond for the finished step."""
         if state.global_step == 1:
             first = self.trainer.state.log_history[0]
             self._turn.answer(loss=first["loss"], grad_norm=float(first["grad_norm"]))
@@ -51,7 +51,7 @@ class Hold(TrainerCallback):  # type: ignore[misc]
 
 
 def work(job: dict[str, Any], turn: Turn) -> None:
-    """Do the job: TRL trains for as long as steps are asked for."""
+    """Train with TRL as long as steps are requested."""
     torch.manual_seed(17)
     hold = Hold(turn)
     model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32, attn_implementation="sdpa")
@@ -63,7 +63,7 @@ def work(job: dict[str, Any], turn: Turn) -> None:
 
 
 def sft_trainer(job: dict[str, Any], model: Any, tokenizer: Any, hold: Hold) -> Any:
-    """Return a trainer whose step has all rows: padded, flattened into one row per micro-batch, or packed by TRL."""
+    """A trainer whose step has all rows: padded, flattened into one row per micro-batch, or packed by TRL."""
     rows = [{"input_ids": row["prompt_ids"] + row["answer_ids"], "labels": labels(row)} for row in job["rows"]]
     layout = job["layout"]
     options = arguments(job, count=len(rows))
@@ -79,11 +79,11 @@ def sft_trainer(job: dict[str, Any], model: Any, tokenizer: Any, hold: Hold) -> 
 
 
 def dpo_trainer(job: dict[str, Any], model: Any, tokenizer: Any, hold: Hold) -> Any:
-    """Return a trainer with the reference's log-probs computed beforehand, as ours has them."""
+    """A trainer with the reference's log-probs computed beforehand, as in our trainer."""
 
     class PreparedRows(DPOTrainer):  # type: ignore[misc]
         def _prepare_dataset(self, dataset: Any, *_: Any) -> Any:
-            return dataset  # its own would tokenize text; these rows are token ids
+            return dataset  # TRL's would tokenize text; these rows are token ids
 
     config = DPOConfig(
         **arguments(job, count=len(job["rows"])), beta=0.1, precompute_ref_log_probs=True, max_length=None
@@ -94,7 +94,7 @@ def dpo_trainer(job: dict[str, Any], model: Any, tokenizer: Any, hold: Hold) -> 
 
 
 def policy_trainer(job: dict[str, Any], model: Any, tokenizer: Any, hold: Hold) -> Any:
-    """Return a GRPO trainer that is given its rollouts, padded over the whole step as TRL pads what it generates."""
+    """A GRPO trainer with given rollouts, padded over the whole step as TRL pads its generations."""
     batches = rollout_batches(job, tokenizer.pad_token_id)
 
     class GivenRollouts(GRPOTrainer):  # type: ignore[misc]
@@ -111,7 +111,7 @@ def policy_trainer(job: dict[str, Any], model: Any, tokenizer: Any, hold: Hold) 
 
 
 def grpo_trainer(job: dict[str, Any], model: Any, tokenizer: Any, hold: Hold) -> Any:
-    """Return a GRPO trainer that generates with transformers and scores with the same function as ours."""
+    """A GRPO trainer that generates with transformers and uses the same reward as ours."""
 
     def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
         return [share_of_even(ids) for ids in completion_ids]
@@ -135,7 +135,7 @@ def grpo_trainer(job: dict[str, Any], model: Any, tokenizer: Any, hold: Hold) ->
 
 
 def arguments(job: dict[str, Any], *, count: int) -> dict[str, Any]:
-    """Return the settings that all trainers share: a step of `count` rows in micro-batches, AdamW, float32."""
+    """The settings that all trainers share: a step of `count` rows in micro-batches, AdamW, float32."""
     return {
         "output_dir": job["folder"],
         "per_device_train_batch_size": job["micro_batch"],
@@ -159,7 +159,7 @@ def arguments(job: dict[str, Any], *, count: int) -> dict[str, Any]:
 
 
 def rollout_batches(job: dict[str, Any], pad_id: int) -> list[dict[str, Any]]:
-    """Return the micro-batches of a step in the form in which GRPOTrainer keeps its rollouts."""
+    """The micro-batches of a step in the form in which GRPOTrainer keeps its rollouts."""
     rows = job["rows"]
     prompts = padded([row["prompt_ids"] for row in rows], pad_id, left=True)
     answers = padded([row["answer_ids"] for row in rows], pad_id, left=False)
@@ -180,7 +180,7 @@ def rollout_batches(job: dict[str, Any], pad_id: int) -> list[dict[str, Any]]:
 
 
 def padded(rows: list[list[Any]], filler: float, *, left: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the rows as one tensor, and the mask of what is not padding."""
+    """The rows as one padded tensor, and the mask of real tokens."""
     width = max(map(len, rows))
     pads = [width - len(row) for row in rows]
     values = [[filler] * n + row if left else row + [filler] * n for row, n in zip(rows, pads, strict=True)]
@@ -189,12 +189,12 @@ def padded(rows: list[list[Any]], filler: float, *, left: bool) -> tuple[torch.T
 
 
 def labels(row: dict[str, Any]) -> list[int]:
-    """Return the answer's tokens as labels, and none for the prompt."""
+    """The answer's tokens as labels; prompt tokens are masked."""
     return [-100] * len(row["prompt_ids"]) + list(row["answer_ids"])
 
 
 def packed_rows(job: dict[str, Any]) -> int:
-    """Return how many rows TRL's packing makes of the step's."""
+    """The number of rows after TRL's packing of the step's rows."""
     from trl import pack_dataset  # type: ignore[import-not-found]
 
     rows = Dataset.from_list([{"input_ids": row["prompt_ids"] + row["answer_ids"]} for row in job["rows"]])
@@ -202,17 +202,17 @@ def packed_rows(job: dict[str, Any]) -> int:
 
 
 def counted(trainer: Any) -> dict[str, float]:
-    """Return the tokens that were sampled for the last step, where the trainer samples."""
+    """The number of tokens sampled for the last step, if the trainer samples."""
     lengths = getattr(trainer, "_metrics", {}).get("train", {}).get("completions/mean_length", [])
     return {"mean_length": float(lengths[-1])} if lengths else {}
 
 
 def no_reward(completions: list[str], **_: Any) -> list[float]:
-    """Return nothing of interest: the advantages are given."""
+    """Constant 0, because the advantages are given."""
     return [0.0] * len(completions)
 
 
 if __name__ == "__main__":
     with suppress(ImportError):
-        import deepspeed  # noqa: F401  # accelerate looks for it: better once, before the forks
+        import deepspeed  # noqa: F401  # accelerate imports it: do this once, before the forks
     root(work)

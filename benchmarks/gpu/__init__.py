@@ -3,5 +3,5 @@
 import sys
 from importlib.util import find_spec
 
-if find_spec("torch") is None:  # before the steps, whose imports fail without saying what to do
+if find_spec("torch") is None:  # checked before importing the steps, whose errors would give no remedy
     raise SystemExit(f"torch is not installed for {sys.executable}; make install")

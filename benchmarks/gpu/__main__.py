@@ -1,14 +1,14 @@
-"""Run each engine and path once on a GPU, one after the other, and print what passed, what it measured, and what never ran.
+"""Run each engine and path once on a GPU, one after the other; print results, measurements, and skipped parts.
 
-    make gpu                                     # in 12 minutes, the most valuable first; results in build/gpu
-    python -m benchmarks.gpu --minutes 90        # with three seeds, and time for all
+    make gpu                                     # in 12 minutes, most valuable first; results in build/gpu
+    python -m benchmarks.gpu --minutes 90        # with three seeds, and time for all steps
     python -m benchmarks.gpu --steps sync sleep --out FOLDER
-    python -m benchmarks.gpu --device cpu        # what a CPU can run of each step, on Gloo, with tiny models
+    python -m benchmarks.gpu --device cpu        # the parts that a CPU can run, on Gloo, with tiny models
 
-A step is a process of its own with a time limit: it writes `STEP.json` (status, seconds, figures, error) and `STEP.log`
-into the folder, and one that fails does not stop the others. `table.md` has the results so far. A step may take a quarter
-of `--minutes`, and what no time is left for is not run. The exit status is 1 if a step failed, 2 without a GPU.
-`--trl-python` names an interpreter that has TRL, for the last comparison.
+A step is a separate process with a time limit: it writes `STEP.json` (status, seconds, figures, error) and `STEP.log`
+into the folder, and a failing step does not stop the others. `table.md` has the results so far. A step may take a
+quarter of `--minutes`; steps without time left are skipped. The exit status is 1 if a step failed, 2 without a GPU.
+`--trl-python` names an interpreter with TRL, for the last comparison.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from rlhf_core.errors import ConfigError
 
 Status = Literal["passed", "failed", "timed out", "not run"]
 ENVIRONMENT = {
-    # Without it, cuBLAS may not repeat its sums, and `use_deterministic_algorithms` warns of every product.
+    # Without it, cuBLAS may be nondeterministic, and `use_deterministic_algorithms` warns about every product.
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    # A cluster that was started without it shows all GPUs to workers that asked for none.
+    # A cluster that was started without it shows all GPUs to workers that requested none.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",
-    # Asking whether there is a GPU must not open it: a process that was forked afterwards could not use it.
+    # Detecting a GPU must not open it, or processes that are forked afterwards could not use it.
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }
-"""What a step has in its environment, unless it is set; `imports` writes it down."""
+"""Environment variables of a step, unless already set; `imports` records them."""
 MINUTES = 12.0
 LEAST_S = 20.0
-"""Seconds in which no step gets beyond its imports."""
+"""Seconds; in less time, no step gets beyond its imports."""
 
 
 @dataclass
 class Result:
-    """What became of a step."""
+    """The result of a step."""
 
     step: str
     status: Status
@@ -55,7 +55,7 @@ class Result:
     figures: dict[str, Any] = field(default_factory=dict)
     error: str = ""
     never_ran: str = ""
-    """What of it this device does not have."""
+    """Parts of the step that this device cannot run."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def check_device(device: Device) -> None:
-    """Raise ConfigError if torch sees no GPU where one is asked for."""
+    """Raise ConfigError if torch sees no GPU although one is requested."""
     import torch
 
     if device == "cuda" and not torch.cuda.is_available():
@@ -104,7 +104,7 @@ def check_device(device: Device) -> None:
 
 
 def run_apart(step: Step, place: Place, left: float = math.inf, *, minutes: float = 0.0) -> Result:
-    """Run a step in a separate process, and return its result; end it with all it started at its limit, or after `left` seconds."""
+    """Run a step in a separate process; at its limit, or after `left` s, it is killed with its descendants."""
     file = place.folder / f"{step.name}.json"
     file.unlink(missing_ok=True)
     if place.device == "cpu" and not step.on_cpu:
@@ -132,7 +132,7 @@ def run_apart(step: Step, place: Place, left: float = math.inf, *, minutes: floa
 
 
 def run_here(step: Step, place: Place) -> int:
-    """Run a step in this process and write down what it measured, also if it fails half-way."""
+    """Run a step in this process and record its measurements, even if it fails half-way."""
     result = Result(step.name, "passed", never_ran=step.never_on_cpu if place.device == "cpu" else "")
     began = time.monotonic()
     try:
@@ -146,13 +146,13 @@ def run_here(step: Step, place: Place) -> int:
 
 
 def keep(result: Result, file: Path) -> Result:
-    """Write a result down, and return it."""
+    """Write a result to a file, and return it."""
     file.write_text(json.dumps(asdict(result), indent=1) + "\n", encoding="utf-8")
     return result
 
 
 def table(results: Sequence[Result]) -> Iterator[str]:
-    """Yield the summary: a row for each step, then errors, then what never ran."""
+    """Yield the summary: a row for each step, then errors, then the parts that never ran."""
     yield "| step | status | seconds | measured |\n|---|---|--:|---|"
     for one in results:
         yield f"| {one.step} | {one.status} | {one.seconds:.0f} | {', '.join(in_words(one.figures))} |"

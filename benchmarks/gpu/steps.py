@@ -1,4 +1,4 @@
-"""The steps of the first day on a GPU. Each takes a place and a dictionary for what it measures, and raises if a check fails.
+"""The steps of the first day on a GPU. Each takes a place and a dictionary for measurements; raises if a check fails.
 
 On a CPU the same code runs with Gloo for NCCL, host memory for CUDA IPC, and models of a few layers.
 """
@@ -28,14 +28,14 @@ SEEDS = (17, 18, 19)
 GIB = 1 << 30
 PACKAGES = ("torch", "transformers", "deepspeed", "vllm", "ray")
 MISMATCH = 1e-2
-"""Largest mean difference, in nats a token, of what engine and trainer say of sampled tokens in bfloat16."""
+"""Maximum mean difference, in nats per token, between engine and trainer log-probs of sampled tokens in bfloat16."""
 EXACT = 1e-2
-"""Largest difference in float32, whose kernels on a GPU sum in other orders than those of another program."""
+"""Maximum difference in float32, where GPU kernels of different programs sum in different orders."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where steps run: the device, the folder of their results, and an interpreter that has TRL, or "". If `thorough`, with all seeds."""
+    """Where steps run: the device, the results folder, and an interpreter with TRL, or "". `thorough`: all seeds."""
 
     device: Device
     folder: Path
@@ -44,13 +44,13 @@ class Place:
 
     @property
     def on_gpu(self) -> bool:
-        """Return whether there is a GPU."""
+        """Whether the device is a GPU."""
         return self.device == "cuda"
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step; `never_on_cpu` says what of it only a GPU can show, and without `on_cpu` that is all."""
+    """One step; `never_on_cpu` names the parts that only a GPU can show, without `on_cpu` that is the whole step."""
 
     name: str
     says: str
@@ -61,11 +61,11 @@ class Step:
 
 
 class CheckFailed(Exception):
-    """What was measured is not what must hold."""
+    """A measurement violates a required condition."""
 
 
 def check(holds: bool, rule: str) -> None:
-    """Raise CheckFailed with the rule that does not hold."""
+    """Raise CheckFailed with the violated rule."""
     if not holds:
         raise CheckFailed(rule)
 
@@ -108,7 +108,7 @@ def imports(place: Place, figures: Figures) -> None:
 
 
 def version(package: str) -> str:
-    """Return the version of an installed package; the CPU build of vLLM has a name of its own."""
+    """The version of an installed package; the CPU build of vLLM has a separate name."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
     return importlib.metadata.version(f"{package}-cpu")
@@ -143,7 +143,7 @@ def train(place: Place, figures: Figures) -> None:
 
 
 def five_losses(policy: Path, config: Any, lora: Any = None) -> list[float]:
-    """Return the losses of five steps on the same rows."""
+    """Losses of five steps on the same rows."""
     from rlhf_core.config.engines import OptimizerConfig
     from rlhf_core.interfaces import ModelSpec
     from rlhf_core.training.objectives.base import SftObjective
@@ -186,7 +186,7 @@ def memory(place: Place, figures: Figures) -> None:
 
 
 def gpu_memory() -> int:
-    """Return the bytes of the GPU."""
+    """The memory of the GPU in bytes."""
     import torch
 
     return int(torch.cuda.get_device_properties(0).total_memory)
@@ -214,7 +214,7 @@ def throughput(place: Place, figures: Figures) -> None:
             make_policy(policy, 128, 2, positions=longest, vocabulary=2048)
         size = Size(policy, rows=32 if place.on_gpu else 8, mean=mean, longest=longest, micro_batch=4)
         rows = rows_of(size, "sft", "mixed")
-        tokens, flops = work(size, rows, shares=False)  # no prompt is there twice
+        tokens, flops = work(size, rows, shares=False)  # no prompt occurs twice
         samples = [token_sample(one, "answer_ids") for one in rows]
         config = TrainerConfig(dtype="bfloat16", zero_stage=1, micro_batch=4, gradient_checkpointing=True)
         with contextlib.closing(LocalTrainer(ModelSpec(name, "lm", None, 17), OptimizerConfig(), config)) as trainer:
@@ -234,7 +234,7 @@ def throughput(place: Place, figures: Figures) -> None:
 
 
 def matmul_flops(place: Place) -> float:
-    """Return the operations a second of a large product in bfloat16."""
+    """Measure the operations per second of a large product in bfloat16."""
     import torch
 
     size = 8192 if place.on_gpu else 512
@@ -249,7 +249,7 @@ def matmul_flops(place: Place) -> float:
 
 
 def median_seconds(work: Callable[[], object], repeats: int = 3) -> float:
-    """Return the median seconds of `work`, after one call to warm up."""
+    """Median seconds of `work`, after one call to warm up."""
     work()
     taken = []
     for _ in range(repeats):
@@ -263,7 +263,7 @@ def median_seconds(work: Callable[[], object], repeats: int = 3) -> float:
 
 
 def generate(place: Place, figures: Figures, *, dtype: Literal["float32", "bfloat16"], graphs: bool) -> None:
-    """Sample with vLLM; its log-probabilities must be the trainer's, and seeds must give the same tokens again."""
+    """Sample with vLLM; its log-probabilities must equal the trainer's, and the same seeds must repeat the tokens."""
     from rlhf_core.config.engines import SamplingConfig, TrainerConfig
     from rlhf_core.config.runtime import VllmSamplerConfig
     from rlhf_core.interfaces import ModelSpec
@@ -295,19 +295,19 @@ def generate(place: Place, figures: Figures, *, dtype: Literal["float32", "bfloa
 
 
 def runner_of(worker: Any) -> str:
-    """Return the module of a vLLM worker's model runner: V2 is the default on GPUs, and never runs on CPUs."""
+    """The module of a vLLM worker's model runner; V2 is the default on GPUs, and never runs on CPUs."""
     return type(worker.model_runner).__module__
 
 
 def requests_of(count: int) -> list[Any]:
-    """Return prompts of some lengths, with seeds."""
+    """Prompts of some lengths, with seeds."""
     from rlhf_core.types import SamplingRequest, ids
 
     return [SamplingRequest(ids(range(10, 13 + index % 5)), seed=index) for index in range(count)]
 
 
 def differences(trainer: Any, requests: Sequence[Any], completions: Sequence[Any]) -> list[float]:
-    """Return how far the trainer's log-probability of each sampled token is from the engine's."""
+    """Differences between trainer and engine log-probabilities of each sampled token."""
     from rlhf_core.interfaces import logprob_rows
 
     samples = [
@@ -323,14 +323,14 @@ def differences(trainer: Any, requests: Sequence[Any], completions: Sequence[Any
 
 
 def row(tokens: Sequence[int], prompt: int) -> Any:
-    """Return a sample whose first `prompt` tokens are not trained on."""
+    """A sample whose first `prompt` tokens are not trained on."""
     from rlhf_core.types import TokenSample, ids, mask
 
     return TokenSample(ids(list(tokens)), mask([0] * prompt + [1] * (len(tokens) - prompt)))
 
 
 def small_policy(folder: Path) -> Path:
-    """Write a random Llama whose heads vLLM's kernels have."""
+    """Write a random Llama with a head size that vLLM's kernels support."""
     make_policy(folder, 128, 2, positions=256)
     return folder
 
@@ -339,7 +339,7 @@ def small_policy(folder: Path) -> Path:
 
 
 def sync(place: Place, figures: Figures) -> None:
-    """Send trained weights, one of them above 1 GiB, to an engine on the same GPU: both must then say the same."""
+    """Send trained weights, one tensor above 1 GiB, to an engine on the same GPU: log-probs of both must then agree."""
     large = place.on_gpu and gpu_memory() >= 40 * GIB
     with tempfile.TemporaryDirectory() as name:
         make_policy(Path(name), 1024 if large else 128, 2, positions=96, vocabulary=300_000 if large else VOCABULARY)
@@ -348,7 +348,7 @@ def sync(place: Place, figures: Figures) -> None:
 
 
 def experts(place: Place, figures: Figures) -> None:
-    """Send a trained mixture of experts, whose weights an engine joins and packs."""
+    """Send a trained mixture of experts, whose weights the engine joins and packs."""
     import torch
     from transformers import LlamaConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -363,7 +363,7 @@ def experts(place: Place, figures: Figures) -> None:
 
 
 def adapters(place: Place, figures: Figures) -> None:
-    """Send adapters alone."""
+    """Send only the adapters."""
     with tempfile.TemporaryDirectory() as name:
         figures |= synced(small_policy(Path(name)), place, transfer="", alone=True)
 
@@ -371,7 +371,7 @@ def adapters(place: Place, figures: Figures) -> None:
 def synced(
     policy: Path, place: Place, *, transfer: str, gpus: float = 0.5, engines: int = 1, alone: bool = False
 ) -> dict[str, float]:
-    """Train and send twice; return the seconds, and the largest difference of log-probabilities that was left."""
+    """Train and send twice; returns the seconds, and the largest remaining difference of log-probabilities."""
     from rlhf_core.config.engines import SamplingConfig
 
     requests = requests_of(16)
@@ -386,13 +386,13 @@ def synced(
             completions = engine.generate(requests, SamplingConfig(max_tokens=16))
             check({one.policy_version for one in completions} == {number}, "answers have another version")
             largest = max(largest, *differences(trainer, requests, completions))
-        # A step moves log-probabilities by tenths of a nat, so that weights of before would be far outside.
+        # A step moves log-probabilities by tenths of a nat, so the previous weights would be far outside.
         check(largest < EXACT, f"after a sync, engine and trainer differ by {largest:.2g}")
     return {"seconds of a sync": min(seconds), "largest difference": largest}
 
 
 def sleep(place: Place, figures: Figures) -> None:
-    """Give the engine's memory to the trainer and back; answers must be the same afterwards, and weights must still arrive."""
+    """Give the engine's memory to the trainer and back; answers must stay the same, and weights must still arrive."""
     from rlhf_core.config.engines import SamplingConfig
 
     requests, sampling = requests_of(16), SamplingConfig(max_tokens=16)
@@ -408,7 +408,7 @@ def sleep(place: Place, figures: Figures) -> None:
             check(enough, f"the engine gave back {figures['GiB given back']:.1f} GiB")
             again = engine.generate(requests, sampling)
             check([one.token_ids for one in again] == [one.token_ids for one in before], "other answers after sleep")
-            engine.expect_weights()  # it may drop what it has
+            engine.expect_weights()  # it may drop its weights
             one_step(trainer)
             engine.load_weights(trainer.weights(), version=1)
             apart = max(differences(trainer, requests, engine.generate(requests, sampling)))
@@ -420,9 +420,9 @@ def sleep(place: Place, figures: Figures) -> None:
 def shared(
     policy: Path, place: Place, *, gpus: float = 0.5, engines: int = 1, sleep: bool = False, alone: bool = False
 ) -> Iterator[tuple[Any, Any, Any]]:
-    """Yield a runtime, a trainer and an engine in float32; with half a GPU each, they share one.
+    """Open a runtime, a trainer and an engine in float32; with half a GPU each, they share one.
 
-    With `alone` the trainer has adapters, and the engine takes these alone.
+    With `alone`, the trainer has adapters, and the engine receives only these.
     """
     from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
     from rlhf_core.config.models import LoraConfig
@@ -448,7 +448,7 @@ def shared(
     lora = LoraConfig(target_modules="all-linear") if alone else None
     runtime = RayRuntime(config)
     try:
-        # The engine first: it measures what is free when it starts.
+        # The engine first, because it measures the free memory when it starts.
         with (
             runtime.sampler(policy) as engine,
             runtime.trainer("policy", ModelSpec(str(policy), "lm", lora, 0), OptimizerConfig()) as trainer,
@@ -459,7 +459,7 @@ def shared(
 
 
 def one_step(trainer: Any) -> None:
-    """Make a large optimizer step."""
+    """Take a large optimizer step."""
     from rlhf_core.training.objectives.base import SftObjective
 
     trainer.forward_backward([row(range(10, 40), 4)], SftObjective(pack_to=None))
@@ -467,7 +467,7 @@ def one_step(trainer: Any) -> None:
 
 
 def free_memory(place: Place) -> int:
-    """Return the free bytes of the GPU."""
+    """The free memory of the GPU in bytes."""
     import torch
 
     return int(torch.cuda.mem_get_info()[0]) if place.on_gpu else 0
@@ -477,12 +477,12 @@ def free_memory(place: Place) -> int:
 
 
 def short_is_good(generations: Sequence[Any]) -> list[float]:
-    """Reward short answers: of those that a random policy gives, some are better than others."""
+    """Reward short answers; a random policy's answers differ in length, so some are better than others."""
     return [-len(one.completion.token_ids) / 16 for one in generations]
 
 
 def policy_steps(place: Place, figures: Figures, *, settings: Mapping[str, Any]) -> None:
-    """Take a few steps in bfloat16, engine and trainer on one GPU: the KL of the first is 0, and the two agree."""
+    """Take a few steps in bfloat16, engine and trainer on one GPU: the first KL must be 0, and both must agree."""
     from benchmarks.arms import logged
     from pipelines import run
 
@@ -510,7 +510,7 @@ def policy_steps(place: Place, figures: Figures, *, settings: Mapping[str, Any])
 
 
 def beside_trl(place: Place, figures: Figures) -> None:
-    """Measure a GRPO step beside TRL's, in one run."""
+    """Compare a GRPO step with TRL's, in one run."""
     command = [sys.executable, "-m", "benchmarks.grpo_step", "--device", place.device, "--lengths", "uniform"]
     if place.trl_python:
         command += ["--trl-python", place.trl_python]
@@ -563,7 +563,7 @@ GENERATIONS: tuple[tuple[Literal["float32", "bfloat16"], bool], ...] = (
     ("bfloat16", False),
     ("float32", True),
 )
-"""Precision, and whether with CUDA graphs."""
+"""Precision, and whether CUDA graphs are used."""
 GAE = {"ppo.advantage": {"type": "gae"}, "ppo.kl": {"in": "reward", "coef": 0.01}}
 STEPS: dict[str, Step] = {
     one.name: one
@@ -592,4 +592,4 @@ STEPS: dict[str, Step] = {
         Step("trl", "a GRPO step beside TRL's", beside_trl, 1800.0, never_on_cpu="1B parameters"),
     )
 }  # fmt: skip
-"""Name -> step, in the order in which they run: what a CPU cannot show and users need most comes first."""
+"""Name -> step, in running order: first the steps that a CPU cannot show and that users need most."""

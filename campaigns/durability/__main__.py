@@ -2,8 +2,8 @@
 
     python -m campaigns.durability --kills 200 --seed 0 --markdown durability.md
 
-One warm process imports everything once and forks a child for every attempt. Exit status 0: every pipeline ended with
-the same digests, metrics and files as its twin, and no process, lease or temporary file was left.
+One warm process imports everything once and forks a child for every attempt. Exit status 0: all pipelines ended with
+the same digests, metrics and files as their twins, and no process, lease or temporary file was left.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Count the requests to a bucket, and the seconds, of what people do with a store of many results.
+"""Count the bucket requests and the seconds of typical operations on a store with many results.
 
     python -m campaigns.durability.bucket_requests --keys 5000 --delay 0.05
 
@@ -32,7 +32,7 @@ from tests.support.records import commit_text
 from tests.support.toy_stage import ToyConfig, run_toy, toy_spec
 
 LOOK_S, STEP_S = 0.05, 1.5
-"""A checkpoint is uploaded at once, and before the next one is written."""
+"""A checkpoint is uploaded immediately, and before the next one is written."""
 
 
 def main() -> int:
@@ -78,7 +78,7 @@ def measure(nodes: Nodes) -> None:
 
 
 def fill(nodes: Nodes, many: int) -> None:
-    """Put so many results into the bucket, each with an object."""
+    """Write this many results to the bucket, each with an object."""
     ada = nodes.store("ada")
     first = commit_text(ada, "first")
     key, state = ada.shared.read(name_of(sha256_text("first"))), ada.shared.read(f"objects/{first.digest}")
@@ -93,7 +93,7 @@ def fill(nodes: Nodes, many: int) -> None:
 
 
 def _renamed(value: Mapping[str, Any], key: str, digest: str) -> dict[str, Any]:
-    """The table of a key, as that of another key with another object."""
+    """A copy of a key's table for another key and another object."""
     facts = value["record"]["facts"]
     fields = facts["handle"]["fields"] | {"uri": f"store://{digest}", "digest": digest}
     handle = facts["handle"] | {"fields": fields}

@@ -1,4 +1,4 @@
-"""Kill pipelines again and again until they are complete, and compare them with a twin that was never killed."""
+"""Kill pipelines repeatedly until they are complete, and compare them with a twin that was never killed."""
 
 from __future__ import annotations
 
@@ -38,9 +38,10 @@ KILLS_PER_PIPELINE = (2, 6)
 class Plan:
     """At least `kills` kills, drawn from `seed`, in `workers` processes at a time.
 
-    Every `mlflow_every`-th pipeline (0: none) records to an MLflow database, the others to memory. `pairs` times two runs
-    share a store, and as often one of two is killed. A share of `others` of the pipelines is taken over, has wrong clocks
-    or is edited; their kills count like any. `takeovers_in_mlflow`: the first of these may record to MLflow, too.
+    Every `mlflow_every`-th pipeline (0: none) records to an MLflow database, the others to memory. Two runs share a
+    store `pairs` times, and as often one of two is killed. A fraction `others` of the pipelines is taken over, has
+    wrong clocks or is edited; their kills count, too. With `takeovers_in_mlflow`, pipelines that are taken over may
+    record to MLflow, too.
     """
 
     kills: int
@@ -53,16 +54,16 @@ class Plan:
 
 
 def run_in_peace(folder: Path, *, mlflow: bool) -> Peace:
-    """Run the pipeline without a kill, and import here what it imported, so that later children start at once.
+    """Run the pipeline without a kill, and import its modules here, so that later children start immediately.
 
-    With `mlflow` another run records to an MLflow database.
+    With `mlflow`, another run records to an MLflow database.
     """
     template, imports, log = folder / "mlflow-template.db", folder / "imports.txt", folder / LOG
     if mlflow:
         _must_complete(processes.run(partial(make_mlflow_database, template), log).how, log)
     cold = lives.new_home(folder / "cold", mlflow, template)
     child = processes.start(partial(_counted, cold, cold.home / "census.json", imports), cold.home / LOG)
-    import_ahead()  # at the same time, what is certain
+    import_ahead()  # meanwhile, import the modules that are always needed
     how, _ = processes.finish(child, kill_after_s=None)
     _must_complete(how, cold.home / LOG)
     import_all(imports)
@@ -79,7 +80,7 @@ def run_in_peace(folder: Path, *, mlflow: bool) -> Peace:
 
 
 def run_workers(folder: Path, peace: Peace, plan: Plan) -> list[Life]:
-    """Do what the plan says in its number of processes; return all lives."""
+    """Run the plan in its number of processes; returns all lives."""
     files = [folder / f"lives-{index}.jsonl" for index in range(plan.workers)]
     children = [
         processes.start(partial(_work, folder, peace, plan, index, file), folder / LOG)
@@ -99,7 +100,7 @@ def run_workers(folder: Path, peace: Peace, plan: Plan) -> list[Life]:
 
 
 def live(folder: Path, peace: Peace, number: int, seed: int, *, mlflow: bool) -> Life:
-    """Start the same pipeline again and again, killing it at drawn instants, until it completes; then examine it."""
+    """Start one pipeline repeatedly, killing it at random instants, until it completes; then check the result."""
     source = random.Random(f"{seed}/{number}")
     census = peace.mlflow if mlflow else peace.memory
     life = Life(f"pipeline {number}", mlflow)
@@ -123,9 +124,9 @@ def live(folder: Path, peace: Peace, number: int, seed: int, *, mlflow: bool) ->
 
 
 def side_by_side(folder: Path, peace: Peace, number: int, seed: int, *, kill_one: bool) -> Life:
-    """Run the same profile twice at the same time on one store, and perhaps kill one; examine what was made.
+    """Run the same profile twice at the same time on one store, optionally kill one run, and check the result.
 
-    If both live, each stage must have been computed once.
+    If both survive, each stage must have been computed once.
     """
     setup = lives.new_home(folder / f"{'one' if kill_one else 'two'}-of-two-{number:04d}", False, peace.database)
     life, began = Life(setup.home.name, mlflow=False), time.monotonic()
@@ -147,9 +148,9 @@ def side_by_side(folder: Path, peace: Peace, number: int, seed: int, *, kill_one
 
 
 def over_the_limit(repeat: Repeat) -> bool:
-    """Say whether more was made again than the steps since the last whole checkpoint can be.
+    """Whether more steps were repeated than can lie between two whole checkpoints.
 
-    While one is written in the background, the next steps are made already: two intervals at most.
+    While a checkpoint is written in the background, the next steps run already, so the limit is two intervals.
     """
     return repeat.steps > 2 * repeat.interval
 
@@ -158,7 +159,7 @@ def over_the_limit(repeat: Repeat) -> bool:
 
 
 def _census(setup: Setup, imports: Path) -> Census:
-    """Run the pipeline in peace; return what it did, and write what it imported to `imports`."""
+    """Run the pipeline undisturbed; returns its census and writes the imported modules to `imports`."""
     file, log = setup.home / "census.json", setup.home / LOG
     ended = processes.run(partial(_counted, setup, file, imports), log)
     _must_complete(ended.how, log)
@@ -186,7 +187,7 @@ def _must_complete(how: processes.End, log: Path) -> None:
 
 
 def _work(folder: Path, peace: Peace, plan: Plan, worker: int, file: Path) -> None:
-    """Do one worker's share of the plan, writing down each life."""
+    """Run one worker's share of the plan, and write each life to `file`."""
     processes.adopt_orphans()
     for number, kill_one in enumerate([False, True] * plan.pairs):
         if number % plan.workers == worker:
@@ -202,7 +203,7 @@ def _work(folder: Path, peace: Peace, plan: Plan, worker: int, file: Path) -> No
 
 
 def _one(folder: Path, peace: Peace, number: int, plan: Plan, *, mlflow: bool) -> Life:
-    """Return the life of one pipeline, of the kind that its number draws."""
+    """Run one pipeline, with a kind of disturbance drawn by its number; returns its life."""
     source = random.Random(f"{plan.seed}/kind/{number}")
     kinds = ("killed", "taken over", "wrong clocks", "comment", "result", "edited while running")
     weights = (1 - plan.others, *(plan.others * share for share in (0.4, 0.2, 0.1, 0.15, 0.15)))

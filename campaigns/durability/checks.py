@@ -1,4 +1,4 @@
-"""Check a completed pipeline, however often it was killed on the way."""
+"""Check a completed pipeline, regardless of the number of kills before."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _TEMPORARY = re.compile(r"^\..+\.[0-9a-f]{8}-\d+-[0-9a-f]{6}$|^\.saving-")
 
 @dataclass(frozen=True)
 class StageResult:
-    """What a stage gave: the handle with the digests of all its parts, its final metrics and its curve."""
+    """The result of a stage: the handle with the digests of all its parts, its final metrics and its curve."""
 
     key: str
     handle: dict[str, Any]
@@ -38,7 +38,7 @@ class StageResult:
 
 @dataclass(frozen=True)
 class Repeat:
-    """A stage that went on after a kill and made `steps` finished steps again; it saves every `interval` steps."""
+    """A stage that resumed after a kill and repeated `steps` finished steps; it saves every `interval` steps."""
 
     label: str
     steps: int
@@ -46,20 +46,20 @@ class Repeat:
 
 
 def results(home: Path) -> dict[str, StageResult]:
-    """Return label -> result of all stages that the store of a state folder has a record of."""
+    """Label -> result of all stages with a record in the store of a state folder."""
     return dict(every_result(ArtifactStore(home / "store")))
 
 
 def every_result(store: ArtifactStore) -> list[tuple[str, StageResult]]:
-    """Return (label, result) of every record in a store, oldest first: a label that was made twice is there twice."""
+    """(label, result) of every record in a store, oldest first; a label that was computed twice appears twice."""
     return [(record.label, _result(store, record)) for record in store.records()]
 
 
 def problems(home: Path, twin: Mapping[str, StageResult], *, tracked: bool = True) -> list[str]:
-    """Return what is wrong in the state folder of a completed pipeline, one line each; nothing is the hope.
+    """List the problems in the state folder of a completed pipeline, one line each; empty if it is sound.
 
-    The digests must be those of `twin`, an uninterrupted run; the store whole; every curve told once, with `tracked`
-    also in MLflow.
+    The digests must equal those in `twin`, an uninterrupted run. The store must be undamaged, and every point of a
+    curve must be recorded once, with `tracked` also in MLflow.
     """
     store = ArtifactStore(home / "store")
     every = every_result(store)
@@ -73,7 +73,7 @@ def problems(home: Path, twin: Mapping[str, StageResult], *, tracked: bool = Tru
 
 
 def differences(found: Mapping[str, StageResult], twin: Mapping[str, StageResult]) -> Iterator[str]:
-    """Yield the stages whose key, artifact, final metrics or curve are not those of the twin."""
+    """Yield the stages whose key, artifact, final metrics or curve differ from the twin's."""
     for label in sorted(found.keys() ^ twin.keys()):
         yield f"{label}: {'missing' if label in twin else 'not in the twin'}"
     for label in sorted(found.keys() & twin.keys()):
@@ -91,10 +91,10 @@ def differences(found: Mapping[str, StageResult], twin: Mapping[str, StageResult
 
 
 def leftovers(home: Path, *, unfinished: Collection[str] = ()) -> list[str]:
-    """Return what a finished pipeline must not leave in its store: leases, unfinished work, temporary files.
+    """List items that a finished pipeline must not leave in its store: leases, unfinished work, temporary files.
 
-    Small files of killed writers are swept first, as `rlhf reconcile` does. `unfinished` are keys that nobody asks for
-    any more: what was begun of them stays, and leases of the dead are swept.
+    Small files of killed writers are removed first, as `rlhf reconcile` does. `unfinished` are keys that are no longer
+    needed: their unfinished work may stay, and leases of dead owners are removed.
     """
     store = home / "store"
     sweep_temporaries(store)
@@ -112,12 +112,12 @@ def leftovers(home: Path, *, unfinished: Collection[str] = ()) -> list[str]:
 
 
 def _named(path: Path, store: Path) -> str:
-    """Return the name of a file in the store."""
+    """The name of a file relative to the store."""
     return path.relative_to(store).as_posix()
 
 
 def saw_teeth(label: str, points: Sequence[tuple[str, int, float]]) -> Iterator[str]:
-    """Yield the metrics whose steps do not rise from line to line."""
+    """Yield the metrics whose steps do not increase from line to line."""
     last: dict[str, int] = {}
     for name, step, _ in points:
         if name in last and step <= last[name]:
@@ -127,9 +127,9 @@ def saw_teeth(label: str, points: Sequence[tuple[str, int, float]]) -> Iterator[
 
 
 def tracking_problems(database: Path, found: Mapping[str, StageResult], published: int = 1) -> Iterator[str]:
-    """Yield what is wrong in MLflow's database: a stage with two runs or none, runs without a true end, other curves.
+    """Yield the problems in MLflow's database: stages with zero or two runs, unfinished runs, wrong curves.
 
-    `published`: how many results `publish` has given, which a user's edit makes two.
+    `published` is the number of results of `publish`; a user's edit makes it two.
     """
     with sqlite3.connect(f"file:{database}?mode=ro", uri=True) as connection:
         running = connection.execute("SELECT name FROM runs WHERE status = 'RUNNING'").fetchall()
@@ -155,7 +155,7 @@ def tracking_problems(database: Path, found: Mapping[str, StageResult], publishe
 
 
 def repeats(events: Iterable[Mapping[str, Any]], intervals: Mapping[str, int]) -> list[Repeat]:
-    """Return, for every process that went on with a stage of another, how many finished steps it made again."""
+    """For every process that resumed a stage of another one, count the finished steps that it repeated."""
     last: dict[str, tuple[int, int]] = {}
     found = []
     for event in events:
@@ -185,7 +185,7 @@ def _points(path: Path) -> Points:
 
 
 def _is_time(name: str) -> bool:
-    """Say whether a metric is of a clock: no two runs take as long."""
+    """Whether a metric measures time, so that it differs in every run."""
     return "/time/" in name
 
 
@@ -194,7 +194,7 @@ def _exact(points: Points) -> set[tuple[str, int, str]]:
 
 
 def _curve_problems(label: str, recorded: Counter[tuple[str, int]], points: Points) -> Iterator[str]:
-    """Yield where the points in the database are not those of metrics.jsonl, each of them once."""
+    """Yield differences between the points in the database and metrics.jsonl; each point must be recorded once."""
     twice = [point for point, number in recorded.items() if number > 1]
     if twice:
         yield f"MLflow: {label}: {len(twice)} points are there twice, first {min(twice)}"

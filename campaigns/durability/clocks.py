@@ -1,4 +1,4 @@
-"""Run two runs on one store whose clocks are wrong in different ways, and with them the clock of the disk."""
+"""Run two runs on one store with different wrong clocks, which also affect the clock of the disk."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KIND = "one of two runs with wrong clocks"
 
 @dataclass(frozen=True)
 class Skew:
-    """What is wrong with the clocks of a run: its own is ahead by `wall_s`, and its leases look `age_s` old on the disk."""
+    """Clock errors of a run: its own clock is ahead by `wall_s`, and its leases look `age_s` old on the disk."""
 
     wall_s: float
     age_s: float
@@ -29,9 +29,9 @@ class Skew:
 
 
 def skewed(folder: Path, peace: Peace, number: int, seed: int) -> Life:
-    """Run the same profile twice at the same time with wrong clocks, and perhaps kill one; examine what was made.
+    """Run the same profile twice at the same time with wrong clocks, optionally kill one, and check the result.
 
-    If both live, each stage must have been computed once.
+    If both survive, each stage must have been computed once.
     """
     source = random.Random(f"{seed}/skew/{number}")
     setup = lives.new_home(folder / f"skew-{number:04d}", False, peace.database)
@@ -59,15 +59,15 @@ def skewed(folder: Path, peace: Peace, number: int, seed: int) -> Life:
 
 
 def draw(source: random.Random, elsewhere: bool, *, patient: bool) -> Skew:
-    """Return wrong clocks of a run. A `patient` one is killed, and its leases may not be from the future."""
+    """Draw the clock errors of a run. With `patient`, the run is killed, and its leases may not be from the future."""
     wall = source.choice((-1, 1)) * source.uniform(130.0, 4000.0)
-    # Leases from the future stay that long when their owner is killed on another machine: nobody would wait for it here.
+    # If their owner is killed on another machine, leases from the future last that long, too long for this campaign.
     age = source.uniform(130.0, 4000.0) * (1 if elsewhere and patient else source.choice((-1, 1)))
     return Skew(wall, age, elsewhere)
 
 
 def apply(skew: Skew) -> None:
-    """Set the clocks of this process wrong, for as long as it lives."""
+    """Apply the clock errors to this process for the rest of its life."""
     if skew.elsewhere:
         takeovers.be_elsewhere()
     if skew.wall_s:
@@ -77,14 +77,14 @@ def apply(skew: Skew) -> None:
 
 
 def _run(setup: Setup, skew: Skew) -> None:
-    # A living owner on another machine is known by its heartbeats alone, and those come late on a busy machine.
+    # A living owner on another machine is detected only by heartbeats, which are late on a busy machine.
     takeovers.short_leases(ttl_s=6.0, heartbeat_s=0.5)
     apply(skew)
     lives.logged(setup, None)
 
 
 def _shift_clocks(seconds: float) -> None:
-    """Let the wall clock of this process be ahead, or behind; that which nobody sets goes as it does."""
+    """Shift the wall clock of this process; the monotonic clock stays correct."""
     now, now_ns = time.time, time.time_ns
 
     class Shifted(datetime.datetime):
@@ -98,7 +98,7 @@ def _shift_clocks(seconds: float) -> None:
 
 
 def _age_leases(seconds: float) -> None:
-    """Let each table that this process writes look so old, as if the clock of the disk had jumped since."""
+    """Make every table that this process writes look this old, as if the disk's clock had jumped since."""
     write = disk._replace
 
     def write_old(path: Path, raw: bytes, **options: bool) -> None:
@@ -113,6 +113,6 @@ def _age_leases(seconds: float) -> None:
 
 
 def shown(skews: list[Skew]) -> str:
-    """Return which of two clocks go before the true one."""
+    """Describe which of two clocks are ahead of the true time."""
     ahead = sum(skew.wall_s > 0 for skew in skews)
     return ("both behind", "one ahead, one behind", "both ahead")[ahead]

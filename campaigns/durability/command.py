@@ -19,12 +19,12 @@ TTL_S, HEARTBEAT_S = 10.0, 1.0
 
 
 def command(believed: Skew) -> list[str]:
-    """Return the module to start with `python -m`, and its first argument."""
+    """The module for `python -m`, and its first argument."""
     return ["campaigns.durability.command", json.dumps(asdict(believed))]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run a verb of `rlhf` in this process, which from now on believes what the first argument says."""
+    """Run a verb of `rlhf` in this process, with the machine and clock of the first argument."""
     takeovers.short_leases(ttl_s=TTL_S, heartbeat_s=HEARTBEAT_S)
     clocks.apply(Skew(**json.loads(arguments[0])))
     return cli.main(arguments[1:])

@@ -27,7 +27,7 @@ CHANGED = "has changed since the stage began"
 
 
 def edit(path: Path, what: Edit) -> None:
-    """Edit the reward file: add a comment, or change what it gives."""
+    """Edit the reward file: add a comment, or change its values."""
     text = path.read_text(encoding="utf-8")
     edited = f"# as it was\n{text}" if what == "comment" else text.replace("LENGTH = 20.0", "LENGTH = 30.0")
     new = path.with_name(f"{path.name}.new")
@@ -36,10 +36,10 @@ def edit(path: Path, what: Edit) -> None:
 
 
 def edited_between(folder: Path, peace: Peace, number: int, seed: int, *, what: Edit, mlflow: bool) -> Life:
-    """Kill a pipeline, edit its reward file, and go on until it is complete, perhaps with more kills.
+    """Kill a pipeline, edit its reward file, and resume until it is complete, possibly with more kills.
 
-    After a comment all is as the twin, else as the twin of the edited file; what was done and is not touched by the
-    edit is not made again, and what is touched begins anew.
+    After a comment, the result must equal the twin's, otherwise the twin's of the edited file. Finished stages that the
+    edit does not affect must not be computed again, and affected stages must start from the beginning.
     """
     source = random.Random(f"{seed}/edit/{number}")
     census = peace.mlflow if mlflow else peace.memory
@@ -72,9 +72,10 @@ def edited_between(folder: Path, peace: Peace, number: int, seed: int, *, what: 
 
 
 def edited_while_running(folder: Path, peace: Peace, number: int, seed: int) -> Life:
-    """Edit the reward file while a run goes on: it ends as the twin of one file or the other, or with one sentence.
+    """Edit the reward file during a run: it must end as the twin of either file, or with a one-sentence error.
 
-    Whatever it made is of one of the two files, by its key. The next run makes all of the edited one.
+    By its key, each result must belong to one of the two files. The next run must compute all results of the edited
+    file.
     """
     source = random.Random(f"{seed}/edit/{number}")
     setup = lives.new_home(folder / f"edit-{number:04d}", False, peace.database)
@@ -102,7 +103,7 @@ def edited_while_running(folder: Path, peace: Peace, number: int, seed: int) -> 
 
 
 def published_before(events: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether `publish` began before the event `edited`, so that it may have registered the policy of then.
+    """Whether `publish` began before the event `edited`, so that it may have registered the earlier policy.
 
     >>> published_before([{"event": "edited"}, {"event": "started", "label": "publish", "action": "RUN"}])
     False
@@ -112,15 +113,15 @@ def published_before(events: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def published_again(twin: Mapping[str, StageResult], home: Path) -> Mapping[str, StageResult]:
-    """Return the twin with what `publish` gave in `home`, where it had begun before an edit.
+    """The twin, with the results of `publish` from `home` if it had begun before an edit.
 
-    Each published policy has the number of its version in MLflow in its card, and the twin's is the first.
+    The card of each published policy contains its version number in MLflow, which is 1 for the twin.
     """
     return {**twin, **{label: one for label, one in checks.results(home).items() if label == PUBLISH}}
 
 
 def mixtures(home: Path, peace: Peace) -> list[str]:
-    """Return the results that are neither those of the twin nor of the edited one, by their key."""
+    """List the results that, by their key, equal neither the twin's nor the edited twin's."""
     twins = {one.key: one for twin in (peace.results, peace.edited) for one in twin.values()}
     return [
         f"{label} of key {one.key[:12]}: " + ("in no twin" if one.key not in twins else "not as the twin of its file")
@@ -136,7 +137,7 @@ def _run_and_edit(setup: Setup, instant: Instant) -> None:
         timer.daemon = True
         timer.start()
     lives.logged(setup, instant, act=change)
-    if "LENGTH = 20.0" in setup.reward.read_text(encoding="utf-8"):  # the instant was not reached
+    if "LENGTH = 20.0" in setup.reward.read_text(encoding="utf-8"):  # the instant was never reached
         change()
 
 
@@ -145,15 +146,15 @@ def _in_user(source: random.Random, stages: Mapping[str, int]) -> Instant:
 
 
 def wrong_decisions(setup: Setup, peace: Peace, what: Edit) -> list[str]:
-    """Return the stages that were done before the edit and made again, and those that went on from before it."""
+    """List finished stages that were computed again after the edit, and stages that resumed from before it."""
     touched = touched_by_result(peace.results, peace.edited) if what == "result" else set()
     return wrong_actions(read_events(setup.events), touched)
 
 
 def wrong_actions(events: Sequence[Mapping[str, Any]], touched: Collection[str]) -> list[str]:
-    """Return the stages that were done before the event `edited` and made again, and those that went on from before it.
+    """List finished stages that were computed again after the event `edited`, and stages that resumed from before it.
 
-    Those that are `touched` by the edit must begin anew.
+    Stages in `touched` are affected by the edit and must start from the beginning.
     """
     at = next((index for index, event in enumerate(events) if event["event"] == "edited"), len(events))
     done = {event["label"] for event in events[:at] if event["event"] == "finished"}
@@ -170,12 +171,12 @@ def wrong_actions(events: Sequence[Mapping[str, Any]], touched: Collection[str])
 
 
 def touched_by_result(results: Mapping[str, StageResult], edited: Mapping[str, StageResult]) -> set[str]:
-    """Return the labels of stages whose key is another after the edit."""
+    """The labels of stages whose key changes with the edit."""
     return {label for label, one in results.items() if edited[label].key != one.key}
 
 
 def _examine(life: Life, setup: Setup, peace: Peace, what: Edit, began: float) -> None:
-    """Compare with the right twin; what is unfinished of the file before the edit stays, for whoever brings it back."""
+    """Compare with the matching twin; unfinished work of the earlier file may stay, in case that file is restored."""
     old = (
         set()
         if what == "comment"

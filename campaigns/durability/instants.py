@@ -1,8 +1,8 @@
 """Kill or stop a process at an instant: at a time, before its n-th change of a file, or inside a call.
 
-In all cases but the first the process does it itself. A change of a file is seen through Python's audit events (and a
-wrapped `os.fsync`, which has none). Libraries that write from C++ (safetensors, torch.save, pyarrow, SQLite) raise no
-events there; the instants inside calls and the random times cover those writes.
+In all cases but the first, the process does this itself. Changes of files are observed through Python's audit events
+(and a wrapped `os.fsync`, which has none). Libraries that write from C++ (safetensors, torch.save, pyarrow, SQLite)
+raise no events; instants inside calls and random times cover their writes.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ CALLS: Mapping[str, tuple[str, str, str]] = {
     "sampling": ("rlhf_core.sampling.hf_sampler", "HFSampler", "generate"),
     "committing": ("rlhf_core.store.artifacts", "ArtifactStore", "commit"),
 }
-"""What a process may die in the middle of: module, class, method."""
+"""Operations in which a process may be killed: module, class, method."""
 
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 
 @dataclass(frozen=True)
 class AtTime:
-    """So many seconds after the process began; whoever started it sends the signal to its whole group."""
+    """This many seconds after the process began; the parent sends the signal to the whole group."""
 
     seconds: float
 
 
 @dataclass(frozen=True)
 class AtOperation:
-    """Before the `number`-th change of a file of one purpose (1 is the first); not reached if there are fewer."""
+    """Before the `number`-th change (from 1) of a file with one purpose; not reached if the run has fewer changes."""
 
     purpose: str
     number: int
@@ -50,7 +50,7 @@ class AtOperation:
 
 @dataclass(frozen=True)
 class InCall:
-    """`delay_s` after the `number`-th beginning of a call of `CALLS`; not reached if the call ends the process before."""
+    """`delay_s` after the start of the `number`-th call of a name in `CALLS`; not reached if the process ends first."""
 
     name: str
     number: int
@@ -70,7 +70,7 @@ Instant: TypeAlias = AtTime | AtOperation | InCall | InStage
 
 @dataclass
 class Census:
-    """What a run in peace did: its changes of files by purpose and by stage, its calls and their seconds, its seconds."""
+    """Statistics of an undisturbed run: changes of files by purpose and by stage, calls and seconds, total seconds."""
 
     operations: dict[str, int] = field(default_factory=dict)
     stages: dict[str, int] = field(default_factory=dict)
@@ -79,7 +79,7 @@ class Census:
 
 
 def draw(source: random.Random, census: Census, *, reach: float, done: Collection[str]) -> Instant:
-    """Draw an instant within the first `reach` (0 to 1) of a run like that of `census`, or in a stage not yet `done`."""
+    """Draw an instant within the first `reach` (0 to 1) of a run like `census`, or in a stage that is not in `done`."""
     kind = source.choices(("time", "operation", "call", "stage"), weights=(0.25, 0.3, 0.2, 0.25))[0]
     share = source.uniform(0.0, min(1.0, reach))
     to_come = [label for label in census.stages if label and label not in done]
@@ -90,11 +90,11 @@ def draw(source: random.Random, census: Census, *, reach: float, done: Collectio
         return InStage(label, source.randint(1, census.stages[label]))
     if kind == "call":
         name = source.choice(list(CALLS))
-        # A run in peace restores nothing: the first call of a run that resumes is meant.
+        # An undisturbed run never restores; the instant is the first call in a resumed run.
         seconds = census.calls.get(name) or [0.02]
         typical = sorted(seconds)[len(seconds) // 2]
         return InCall(name, 1 + int(share * len(seconds)), source.uniform(0.0, 1.2 * typical))
-    # By purpose first, or the few instants of a commit would hardly ever be hit among the many of checkpoints.
+    # Draw the purpose first, since commits have few instants and checkpoints have many.
     what = source.choice(sorted(census.operations))
     return AtOperation(what, 1 + int(share * census.operations[what]))
 
@@ -105,7 +105,7 @@ def die() -> None:
 
 
 def stand_still() -> None:
-    """Stop this process and its whole group, until somebody sends SIGCONT."""
+    """Stop this process and its whole group until someone sends SIGCONT."""
     os.killpg(os.getpgrp(), signal.SIGSTOP)
 
 
@@ -116,9 +116,9 @@ def obey(
     last_words: Callable[[str], None],
     act: Callable[[], None] = die,
 ) -> None:
-    """Let this process die, or do what `act` does, at `instant`, after `last_words` with what it was about to do.
+    """Make this process die, or call `act`, at `instant`, after passing the interrupted operation to `last_words`.
 
-    `root` is the state folder; `stage` tells the label of the stage that runs, "" between stages.
+    `root` is the state folder; `stage` returns the label of the running stage, "" between stages.
     """
 
     def strike(what: str) -> None:
@@ -135,7 +135,7 @@ def obey(
 
 
 def count(root: Path, stage: Callable[[], str], census: Census) -> None:
-    """Let this process count its changes of files below `root` and time its calls, for as long as it lives."""
+    """Make this process count its changes of files below `root` and time its calls, for the rest of its life."""
 
     def changed(what: str) -> None:
         census.operations[what] = census.operations.get(what, 0) + 1
@@ -154,7 +154,7 @@ def count(root: Path, stage: Callable[[], str], census: Census) -> None:
 
 
 def purpose(path: str) -> str:
-    """Return what a file is for, by its path below the state folder.
+    """The purpose of a file, by its path below the state folder.
 
     >>> purpose("store/tables/keys/abcd.json")
     'table of a key'
@@ -190,7 +190,7 @@ def _strike_at_operation(counts: Callable[[str], bool], number: int, root: str, 
         nonlocal left
         left -= counts(what)
         if left == 0:
-            left = -1  # what `strike` does may change files itself
+            left = -1  # `strike` may change files itself
             strike(what)
 
     watch_files(root, changed)
@@ -210,7 +210,7 @@ def _strike_in_call(name: str, number: int, delay_s: float, strike: Callable[[st
 
 
 def _wrap(name: str, around: Callable[[Callable[[], Any]], Any]) -> None:
-    """Put `around(call)` in the place of each call of that name."""
+    """Replace the callable of that name by `around(call)`."""
     module, owner_name, method = CALLS[name]
     owner = getattr(importlib.import_module(module), owner_name)
     original = getattr(owner, method)
@@ -226,7 +226,7 @@ def _wrap(name: str, around: Callable[[Callable[[], Any]], Any]) -> None:
 
 
 def watch_files(root: str, changed: Callable[[str], None]) -> None:
-    """Call `changed` before every change of a file below `root`, with the purpose of the file. It cannot be undone."""
+    """Call `changed` with the purpose of a file before every change below `root`. It cannot be undone."""
     below = root.rstrip("/") + "/"
 
     def audit(event: str, args: tuple[Any, ...]) -> None:
@@ -247,7 +247,7 @@ def watch_files(root: str, changed: Callable[[str], None]) -> None:
 
 
 def _changed_path(event: str, args: tuple[Any, ...]) -> str | None:
-    """Return the absolute path that an audit event is about to change; None for one that changes no file."""
+    """The absolute path that an audit event is about to change; None if the event changes no file."""
     match event, args:
         case "open", (path, _, int(flags)) if flags & _WRITING:
             return _absolute(path, -1)
@@ -276,5 +276,5 @@ def _absolute(path: Any, folder: int) -> str | None:
         if text.startswith("/") or folder < 0:
             return text
         return str(Path(f"/proc/self/fd/{folder}").readlink() / text)
-    except (OSError, TypeError):  # a pipe, or a descriptor that is closed already: no file of ours
+    except (OSError, TypeError):  # a pipe, or a descriptor that is already closed: not a file of the run
         return None

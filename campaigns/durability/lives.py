@@ -1,4 +1,4 @@
-"""Take a pipeline from its first start to its completion, in a folder of its own."""
+"""Run a pipeline from its first start to its completion, in a separate folder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Kill:
-    """A kill that hit: its kind, the stage that was running, and what was about to happen if we know."""
+    """A kill that hit: its kind, the stage that was running, and the interrupted operation if known."""
 
     kind: str
     stage: str
@@ -41,11 +41,11 @@ class Life:
     kills: list[Kill] = field(default_factory=list)
     repeats: list[Repeat] = field(default_factory=list)
     others: list[Kill] = field(default_factory=list)
-    """What else was done to it, apart from kills: stopped, edited."""
+    """Disturbances other than kills: stops and edits."""
     ends: list[str] = field(default_factory=list)
-    """How the runs ended that were not simply killed."""
+    """How the runs ended that were not killed."""
     problems: list[str] = field(default_factory=list)
-    """What makes the result another than the twin's."""
+    """Differences from the twin's result."""
     leftovers: list[str] = field(default_factory=list)
     """Files of the store and processes that should be gone."""
     seconds: float = 0.0
@@ -53,9 +53,9 @@ class Life:
 
 @dataclass(frozen=True)
 class Peace:
-    """What runs in peace gave: the results to compare with, and a census for each kind of tracker.
+    """The outcome of undisturbed runs: the results to compare with, and a census for each kind of tracker.
 
-    `edited` are those of the run with the edited reward file. `database` is an empty MLflow database, to be copied.
+    `edited` are the results with the edited reward file. `database` is an empty MLflow database to copy.
     """
 
     results: Mapping[str, StageResult]
@@ -67,7 +67,7 @@ class Peace:
 
 
 def new_home(home: Path, mlflow: bool, template: Path) -> Setup:
-    """Return a new state folder with the user's reward file and, on request, an empty MLflow database."""
+    """Create a state folder with the user's reward file and, if requested, an empty MLflow database."""
     home.mkdir(parents=True)
     shutil.copy(REWARD, home)
     if mlflow:
@@ -76,7 +76,7 @@ def new_home(home: Path, mlflow: bool, template: Path) -> Setup:
 
 
 def logged(setup: Setup, instant: Instant | None, *, act: Callable[[], None] = instants.die) -> None:
-    """Run the pipeline in this process, which dies at `instant`, or does what `act` does; note how it ends."""
+    """Run the pipeline in this process, which dies or calls `act` at `instant`; record how it ends."""
     log = EventLog(setup.events)
     log.note("begin")
     instants.obey(instant, setup.home, log.stage, lambda what: log.note("dying", during=what), act)
@@ -89,7 +89,7 @@ def logged(setup: Setup, instant: Instant | None, *, act: Callable[[], None] = i
 
 
 def attempt(setup: Setup, instant: Instant | None) -> processes.Ended:
-    """Run the pipeline in a child that dies at `instant`; wait for its family to be gone."""
+    """Run the pipeline in a child that dies at `instant`; wait until its descendants are gone."""
     after = instant.seconds if isinstance(instant, AtTime) else None
     return processes.run(partial(logged, setup, instant), setup.home / LOG, kill_after_s=after)
 
@@ -103,9 +103,9 @@ def examine(
     unfinished: Collection[str] = (),
     tracked: bool = True,
 ) -> None:
-    """Note in `life` what is wrong with a pipeline that is complete, and its seconds; a sound one's folder goes.
+    """Record the problems of a completed pipeline, and its duration, in `life`. The folder is removed if it is sound.
 
-    `unfinished` are keys whose attempts may have been left as they are; without `tracked` MLflow is not looked at.
+    `unfinished` are keys whose attempts may remain; without `tracked`, MLflow is not checked.
     """
     life.problems += checks.problems(setup.home, twin, tracked=tracked)
     life.leftovers += checks.leftovers(setup.home, unfinished=unfinished)
@@ -115,7 +115,7 @@ def examine(
 
 
 def last_words(setup: Setup, pid: int) -> str:
-    """Return the error that a run ended with, `Class: message`; "" if it completed, or said nothing."""
+    """The error that a run ended with, `Class: message`; "" if it completed or left no message."""
     for event in reversed(read_events(setup.events)):
         if event["event"] == "ended" and event["pid"] == pid:
             return f"{event['error']}: {event['message']}" if event["error"] else ""
@@ -123,7 +123,7 @@ def last_words(setup: Setup, pid: int) -> str:
 
 
 def describe(instant: Instant | None, path: Path, lingered_s: float = 0.0, *, pid: int = 0, kind: str = "") -> Kill:
-    """Return what has just hit the last run, or that with the number `pid`, from its last words and its stage."""
+    """Describe the kill of the last run, or of process `pid`, from its final event and its stage."""
     stage, during = "starting", ""
     for event in read_events(path):
         if pid and event["pid"] != pid:

@@ -1,4 +1,4 @@
-"""Run the small pipeline of the kill campaign with the engines of this process, and read its results."""
+"""Run the small pipeline of the kill campaign with in-process engines, and read its results."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LOG = "output.log"
 
 @dataclass(frozen=True)
 class Setup:
-    """What is run, and where: a state folder, and whether MLflow's database in it is the tracker."""
+    """The state folder of a run, and whether MLflow's database in it is the tracker."""
 
     home: Path
     mlflow: bool
@@ -53,14 +53,14 @@ class Setup:
 
 
 class EventLog(Silent):
-    """Appends what happens to a file, one line at a time, so that a kill loses at most the line in the making."""
+    """Appends events to a file, one line at a time, so that a kill loses at most the line being written."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._stage = ""
 
     def stage(self) -> str:
-        """Return the label of the stage that runs, "" between stages."""
+        """The label of the running stage, "" between stages."""
         return self._stage
 
     def note(self, event: str, **fields: Any) -> None:
@@ -81,7 +81,7 @@ class EventLog(Silent):
 
 
 def run_pipeline(setup: Setup, log: EventLog) -> None:
-    """Run the whole small pipeline in this process; a stage that is done already is a hit."""
+    """Run the whole small pipeline in this process; a finished stage is a cache hit."""
     home = Home(setup.home).make()
     os.environ.update(quiet_environment(home))
     os.environ.pop("MLFLOW_TRACKING_URI", None)
@@ -92,7 +92,7 @@ def run_pipeline(setup: Setup, log: EventLog) -> None:
 
 
 def checkpoint_intervals(config: PipelineConfig) -> dict[str, int]:
-    """Return, by label, after how many steps (or shards) a stage that counts them can go on: its most repeated work."""
+    """Label -> steps (or shards) between checkpoints, the most that a resumed stage repeats."""
     assert config.sft and config.reward_model and config.rejection_sampling and config.iterative_dpo and config.ppo
     trained = {
         "sft": config.sft.loop.checkpoint_every,
@@ -111,7 +111,7 @@ def checkpoint_intervals(config: PipelineConfig) -> dict[str, int]:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """Return the events of all processes that ran in a state folder, in order; a line cut short is left out."""
+    """Read the events of all processes that ran in a state folder, in order; truncated lines are skipped."""
     events = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         try:
@@ -121,14 +121,13 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     return events
 
 
-# ---------------------------------------------------------------- a process that forks quickly
+# ---------------------------------------------------------------- fast forks
 
 
 def set_one_thread() -> None:
-    """Keep numeric libraries to one thread; to be called before the first of them is imported.
+    """Limit numeric libraries to one thread; call it before the first of them is imported.
 
-    A fork copies the thread that forks and no other, so a library that has a pool of threads would wait for ever in
-    the child.
+    A fork copies only the forking thread, so a library with a thread pool would wait forever in the child.
     """
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS"):
         os.environ[name] = "1"
@@ -148,23 +147,23 @@ def import_ahead() -> None:
 
 
 def import_all(path: Path) -> None:
-    """Import what another process had imported, so that the children of this one need not."""
+    """Import the modules that another process has imported, so that children of this one start with them loaded."""
     for name in path.read_text(encoding="utf-8").splitlines():
         try:
             importlib.import_module(name)
-        except ImportError:  # made on the fly by a library, under a name that nothing can import
+        except ImportError:  # created at run time by a library, under a name that cannot be imported
             continue
 
 
 def make_mlflow_database(template: Path) -> None:
-    """Create an empty MLflow database, to be copied: the migrations take seconds."""
+    """Create an empty MLflow database to copy, because its migrations take seconds."""
     from rlhf_core.tracking.mlflow_client import create_database
 
     create_database(template)
 
 
 def copy_database(template: Path, home: Path) -> None:
-    """Give a state folder its MLflow database."""
+    """Copy the MLflow database into a state folder."""
     source, target = sqlite3.connect(template), sqlite3.connect(home / "mlflow.db")
     source.backup(target)
     source.close()

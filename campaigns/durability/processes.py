@@ -18,22 +18,22 @@ import psutil
 
 HUNG_AFTER_S = 900.0
 GONE_WITHIN_S = 15.0
-"""A reward function's process may be in its imports when its parent dies; it ends as soon as it reads."""
+"""Seconds. A reward function's process may still be importing when its parent dies; it ends at its next read."""
 _PR_SET_CHILD_SUBREAPER = 36
 
 End = Literal["completed", "killed", "failed", "hung"]
 
 _STARTED: set[int] = set()
-"""Children that were started here and whose end nobody has waited for yet."""
+"""Children that were started here and not yet waited for."""
 _BYSTANDERS: set[psutil.Process] = set()
-"""What already ran below this process when the first of them was started, such as a server of the tests: not their family."""
+"""Processes that already ran below this one before the first child started, such as a server of the tests."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a child ended, after how many seconds, and how long processes of its family outlived it.
+    """How a child ended, after how many seconds, and how long its descendants outlived it.
 
-    `survivors` are the command lines of those that did not end by themselves in time; they are killed now.
+    `survivors` are the command lines of descendants that did not end in time and were killed.
     """
 
     how: End
@@ -43,12 +43,12 @@ class Ended:
 
 
 def adopt_orphans(*, adopt: bool = True) -> None:
-    """Make this process the parent of its descendants whose own parent dies, so that none escapes our sight."""
+    """Make this process the parent of orphaned descendants, so that it can find all of them."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0)
 
 
 def start(work: Callable[[], None], log: Path) -> int:
-    """Run `work` in a forked child with a session of its own, its output in `log`; return its process id."""
+    """Run `work` in a forked child with a new session and its output in `log`; returns its process id."""
     sys.stdout.flush()
     if not _STARTED:
         _BYSTANDERS.clear()
@@ -71,11 +71,11 @@ def start(work: Callable[[], None], log: Path) -> int:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(status)  # not the exit of the parent, whose clean-up is not ours
+        os._exit(status)  # skips the exit handlers inherited from the parent
 
 
 def finish(child: int, *, kill_after_s: float | None) -> tuple[End, float]:
-    """Wait for the child, killing its whole group after `kill_after_s`; return how it ended and after how long."""
+    """Wait for the child, killing its whole group after `kill_after_s`; returns how it ended and after how long."""
     began = time.monotonic()
     deadline = began + (HUNG_AFTER_S if kill_after_s is None else kill_after_s)
     status = _wait(child, deadline)
@@ -93,7 +93,7 @@ def finish(child: int, *, kill_after_s: float | None) -> tuple[End, float]:
 
 
 def wait_until_stopped(child: int, *, stop_after_s: float | None) -> bool:
-    """Wait until the child has stopped itself, or stop its whole group after so many seconds; False if it ended before."""
+    """Wait until the child stops itself, or stop its whole group after this many seconds; False if it ended first."""
     deadline = time.monotonic() + (HUNG_AFTER_S if stop_after_s is None else stop_after_s)
     while True:
         seen = os.waitid(os.P_PID, child, os.WEXITED | os.WSTOPPED | os.WNOWAIT | os.WNOHANG)
@@ -107,20 +107,20 @@ def wait_until_stopped(child: int, *, stop_after_s: float | None) -> bool:
 
 
 def has_ended(child: int) -> bool:
-    """Say whether a child has ended; `finish` can still be asked how."""
+    """Whether a child has ended; `finish` can still report how."""
     return os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
 
 
 def run(work: Callable[[], None], log: Path, *, kill_after_s: float | None = None) -> Ended:
-    """Run `work` in a child to its end, and wait for its family to be gone."""
+    """Run `work` in a child to its end, and wait until its descendants are gone."""
     how, seconds = finish(start(work, log), kill_after_s=kill_after_s)
     return Ended(how, seconds, *wait_for_family())
 
 
 def wait_for_family(*, within_s: float = GONE_WITHIN_S) -> tuple[float, tuple[str, ...]]:
-    """Wait until nothing is left below this process but what was there before the first `start`.
+    """Wait until only the processes from before the first `start` remain below this one.
 
-    Return the seconds, and what had not ended in time and is killed now.
+    Returns the seconds, and the command lines of processes that did not end in time and were killed.
     """
     began = time.monotonic()
     while True:
@@ -140,7 +140,7 @@ def wait_for_family(*, within_s: float = GONE_WITHIN_S) -> tuple[float, tuple[st
 
 
 def _wait(child: int, deadline: float) -> int | None:
-    """Return the wait status of a child, or None if it lives at the deadline."""
+    """The wait status of a child, or None if it is alive at the deadline."""
     pause = 0.001
     while True:
         found, status = os.waitpid(child, os.WNOHANG)
@@ -154,7 +154,7 @@ def _wait(child: int, deadline: float) -> int | None:
 
 
 def _reap() -> None:
-    """Take note of the deaths of adopted processes."""
+    """Record the deaths of adopted processes."""
     for process in _family(recursive=False):
         with contextlib.suppress(ChildProcessError):
             os.waitpid(process.pid, os.WNOHANG)

@@ -14,10 +14,10 @@ KILLS_PER_PIPELINE = 3
 
 
 def campaign(folder: Path, *, kills: int, seed: int, others: float, takeovers_in_mlflow: bool) -> list[Life]:
-    """Kill or stop runs of a shrunken `tiny/full` until `kills` kills and stops have hit; return their lives, examined.
+    """Kill or stop runs of a reduced `tiny/full` until `kills` kills and stops have hit; returns their checked lives.
 
-    Each time the whole family dies at once, or the command's own process alone, whose workers must then end by
-    themselves. A share of `others` of the pipelines is taken over, has wrong clocks or is edited.
+    Each kill hits either all processes at once, or only the command's process, whose workers must then end by
+    themselves. A fraction `others` of the pipelines is taken over, has wrong clocks or is edited.
     """
     twin = real_runs.new_home(folder / "twin")
     seconds = real_runs.in_peace(twin)
@@ -33,12 +33,12 @@ def campaign(folder: Path, *, kills: int, seed: int, others: float, takeovers_in
 
 
 def hits(life: Life) -> int:
-    """Return how many kills and stops have hit a pipeline."""
+    """The number of kills and stops that have hit a pipeline."""
     return len(life.kills) + sum(other.kind.startswith("stopped") for other in life.others)
 
 
 def _one(peace: RealPeace, number: int, others: float, *, most: int, takeovers_in_mlflow: bool) -> Life:
-    """Return the life of one pipeline, of the kind that its number draws."""
+    """Run one pipeline, with a kind of disturbance drawn by its number; returns its life."""
     kinds = ("killed", "taken over", "wrong clocks", "comment", "result")
     weights = (1 - others, *(others * share for share in (0.4, 0.2, 0.15, 0.25)))
     match peace.draws("kind", number).choices(kinds, weights)[0]:

@@ -1,10 +1,10 @@
-"""Run two nodes with the real engines on one bucket, kill them, break their connections, and set their clocks apart.
+"""Run two nodes with the real engines on one bucket, kill them, break their connections, and desynchronize clocks.
 
     python -m campaigns.durability.real_bucket --kills 40 --seed 0
 
 Each round has a bucket folder, two nodes with a home and a cache each that run the same profile at once, and a fresh
-node at its end. Exit status 0: the digests and metrics are those of an undisturbed run on disk, each stage was computed
-once, and the fresh node had hits alone.
+node at its end. Exit status 0: digests and metrics equal an undisturbed run on disk, each stage was computed
+once, and the fresh node had only cache hits.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from tests.support.faulty_proxy import FaultyProxy, faulty
 from tests.support.object_servers import SERVERS, environment, running
 
 RATES = {"503": 0.02, "reset": 0.02, "cut": 0.02, "lost": 0.02, "stale": 0.3}
-"""How often a request is answered in this way. Of all requests, only listings can be stale."""
+"""Probability of each fault per request. Only listings can be stale."""
 CLOCKS = {"ada": Skew(90_000.0, 0.0, elsewhere=False), "ben": Skew(-90_000.0, 0.0, elsewhere=True)}
 ON_TIME = Skew(0.0, 0.0, elsewhere=False)
 KILLS_A_ROUND = 8
 IN_STAGES, REACH = 0.8, 0.3
-"""Share of the kills that come once a node is at a stage, and the time until they come, as a share of an undisturbed run."""
+"""Fraction of kills that wait until a node is in a stage, and the maximum delay as a fraction of an undisturbed run."""
 
 
 class Node:
-    """A home with a cache of its own, whose runs use one bucket."""
+    """A home with a separate cache, whose runs use the shared bucket."""
 
     def __init__(self, folder: Path, name: str, place: str) -> None:
         self.home, self.clocks = real_runs.new_home(folder / name), CLOCKS.get(name, ON_TIME)
@@ -54,7 +54,7 @@ class Node:
         return real_runs.start(self.home, self.clocks, variables={"RLHF_CACHE": str(self.home / "cache")})
 
     def kill(self, run: Run, *, alone: bool) -> None:
-        """Kill a run, its family or its own process, and wait until nothing of this node is left."""
+        """Kill a run's process, with or without its descendants, and wait until all processes of this node are gone."""
         if alone:
             run.process.kill()
         else:
@@ -105,7 +105,7 @@ def main() -> int:
 def _round(
     folder: Path, proxy: FaultyProxy, seconds: float, twin: Mapping[str, StageResult], dice: random.Random, most: int
 ) -> tuple[int, list[str]]:
-    """Kill two nodes `most` times until both have completed; return the kills that hit, and what is wrong."""
+    """Kill two nodes `most` times until both have completed; returns the number of kills that hit, and the problems."""
     place, hit = f"s3://rlhf/{folder.name}", 0
     proxy.choose = _fault(dice.random())
     nodes = {name: Node(folder, name, place) for name in CLOCKS}
@@ -133,7 +133,7 @@ def _has_begun(run: Run) -> bool:
 
 
 def _computed(log: Path) -> Iterator[str]:
-    """Yield the stages that a run has computed to their end: it neither found their result nor waited for it."""
+    """Yield the stages that a run computed completely, without finding or awaiting their result."""
     actions: dict[str, str] = {}
     for event in real_runs.events(log):
         if event["event"] == "started":
@@ -143,7 +143,7 @@ def _computed(log: Path) -> Iterator[str]:
 
 
 def _problems(folder: Path, place: str, twin: Mapping[str, StageResult]) -> Iterator[str]:
-    """Yield what a fresh node finds wrong: results that are not the twin's, damage, or a stage that it must compute."""
+    """Yield the problems seen by a fresh node: differences from the twin, damage, and stages that it must compute."""
     fresh = Node(folder, "fresh", place)
     run = fresh.start()
     if (how := real_runs.finish(run)) != "completed":
@@ -157,7 +157,7 @@ def _problems(folder: Path, place: str, twin: Mapping[str, StageResult]) -> Iter
 
 
 def _fault(seed: float) -> Callable[[str], str]:
-    """Return the function that draws the fault of a request by its first line, "" for none."""
+    """A function that draws the fault of a request from its first line, "" for none."""
     dice = random.Random(seed)
 
     def draw(line: str) -> str:

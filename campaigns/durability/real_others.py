@@ -1,4 +1,4 @@
-"""Disturb runs with the real engines in other ways: a takeover, wrong clocks, a file that a user edits."""
+"""Disturb runs with the real engines by takeovers, wrong clocks, and edits of a user's file."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from campaigns.durability.real_runs import RealPeace
 
 KIND = "a run with wrong clocks"
 TAKEN_WITHIN_S = 120.0
-"""A takeover that takes longer, with the start of a run, waits for the stopped one itself, which holds a lock: it is woken."""
+"""If a takeover takes longer, with a run's start, it waits for a lock of the stopped run, which is then woken."""
 MOST_KILLS = 2
 IN_USER = 0.6
-"""Share of the kills before an edit that come while the stage runs which uses the edited file."""
+"""Fraction of kills before an edit that hit the stage which uses the edited file."""
 
 
 def taken_over(peace: RealPeace, number: int, *, tracked: bool) -> Life:
-    """Stop the family of a run at a drawn instant, let a second run take its work over, and wake the first.
+    """Stop all processes of a run at a random instant, let a second run take over, and wake the first.
 
-    As `takeovers.taken_over`. MLflow is looked at if `tracked`.
+    Like `takeovers.taken_over`. MLflow is checked if `tracked`.
     """
     source = peace.draws("takeover", number)
     life, began = Life(f"real takeover {number}", mlflow=True), time.monotonic()
@@ -59,7 +59,7 @@ def taken_over(peace: RealPeace, number: int, *, tracked: bool) -> Life:
 
 
 def skewed(peace: RealPeace, number: int) -> Life:
-    """Kill a run whose clocks are wrong, and complete it with a run whose clocks are wrong in another way."""
+    """Kill a run whose clocks are wrong, and complete it with a run that has different wrong clocks."""
     source = peace.draws("skew", number)
     life, began = Life(f"real wrong clocks {number}", mlflow=True), time.monotonic()
     home = real_runs.new_home(peace.folder / f"skew-{number:03d}")
@@ -80,9 +80,9 @@ def skewed(peace: RealPeace, number: int) -> Life:
 
 
 def edited_between(peace: RealPeace, number: int, *, what: Edit) -> Life:
-    """Kill a run, edit the reward file, and go on until it is complete, perhaps with another kill.
+    """Kill a run, edit the reward file, and resume until it is complete, possibly with another kill.
 
-    As `edits.edited_between`: after a comment all is as the twin, else as the twin of the edited file.
+    Like `edits.edited_between`: after a comment, the result must equal the twin's, otherwise the edited twin's.
     """
     source = peace.draws("edit", number)
     twin = peace.results if what == "comment" else peace.edited
@@ -116,14 +116,14 @@ def edited_between(peace: RealPeace, number: int, *, what: Edit) -> Life:
 
 
 def complete(life: Life, home: Path, believed: Skew | None = None) -> processes.End:
-    """Run the profile to its end; return how it ended."""
+    """Run the profile to its end; returns how it ended."""
     how = real_runs.finish(real_runs.start(home, believed))
     real_runs.note_survivors(life)
     return how
 
 
 def _reconcile_there(life: Life, home: Path) -> None:
-    """Remove what a killed run left on the other machine that it believed in, as a person does there."""
+    """Remove the remains of a killed run on the other machine that it simulated, as a person would do there."""
     run = real_runs.start(home, Skew(0.0, 0.0, elsewhere=True), verb="reconcile")
     if real_runs.finish(run) != "completed":
         life.problems.append(f"reconciling on the other machine failed; read {run.log}")

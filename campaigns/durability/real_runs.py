@@ -1,4 +1,4 @@
-"""Run the `rlhf` command once with the real engines, and the twin with which all such runs are compared."""
+"""Run the `rlhf` command once with the real engines, and the twin that all such runs are compared with."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from pipelines.flows.profile import find_profile
 
 LIMIT_S = 1800.0
 GONE_WITHIN_S = 240.0
-"""Two of Ray's agents ask its dead head for 60 s before they end themselves, and for longer on a busy machine."""
+"""Seconds. Two of Ray's agents retry a dead head for 60 s before they end, and longer on a busy machine."""
 PROFILE = "real.toml"
 EDITED = "edited"
 """A line in the log of a life, between its runs."""
@@ -84,7 +84,7 @@ sampling = {{max_tokens = 16}}
 
 @dataclass(frozen=True)
 class Moment:
-    """So many seconds after the stage `label` has begun; if there is none, after the run was started."""
+    """This many seconds after the stage `label` has begun; if the label is empty, after the run was started."""
 
     label: str
     after_s: float
@@ -95,9 +95,9 @@ class Moment:
 
 @dataclass(frozen=True)
 class RealPeace:
-    """What the run in peace gave, in which folder all lives are, and the seed of what is done to them.
+    """The outcome of an undisturbed run, the folder of all lives, and the seed of the disturbances.
 
-    `stages` are the seconds that each stage took.
+    `stages` has the duration of each stage in seconds.
     """
 
     folder: Path
@@ -108,9 +108,9 @@ class RealPeace:
 
     @cached_property
     def edited(self) -> Mapping[str, StageResult]:
-        """The results with the edited reward file, of a run in peace when they are first asked for.
+        """The results with the edited reward file, from an undisturbed run on first access.
 
-        It has a state folder of its own: where a policy was published before, the next one is version 2.
+        It has a separate state folder: if a policy was published before, the next one would be version 2.
         """
         twin = new_home(self.folder / "edited")
         edits.edit(twin / REWARD.name, "result")
@@ -118,42 +118,42 @@ class RealPeace:
         return checks.results(twin)
 
     def draws(self, kind: str, number: int) -> random.Random:
-        """Return the source of all that is drawn for one life."""
+        """The random generator of one life."""
         return random.Random(f"{self.seed}/real/{kind}/{number}")
 
     def moment(self, source: random.Random, *, reach: float) -> Moment:
-        """Return a moment in the first `reach` of a run; half of them in a drawn stage, however short it is."""
+        """Draw a moment in the first `reach` of a run; half of them in a random stage, regardless of its duration."""
         if source.random() < 0.5:
             return Moment("", source.uniform(0.0, reach) * self.seconds)
         labels = list(self.stages)
         return self.moment_in(labels[int(source.uniform(0.0, reach) * len(labels))], source)
 
     def moment_in(self, label: str, source: random.Random) -> Moment:
-        """Return a moment while a stage runs."""
+        """Draw a moment while a stage runs."""
         return Moment(label, source.random() * self.stages[label])
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run of the command that was started, and the file of what it says."""
+    """A started run of the command, and the file with its output."""
 
     process: subprocess.Popen[bytes]
     log: Path
 
     def words(self) -> str:
-        """Return the error that it ended with, `Class: message` as in process; "" if it completed."""
+        """The error that it ended with, `Class: message` as in process; "" if it completed."""
         if self.process.returncode == 0:
             return ""
         last = next(reversed([line for line in self.log.read_text(encoding="utf-8").splitlines() if line.strip()]), "")
         return f"{_raised(self.log) if self.process.returncode == EXIT_REFUSED else 'Error'}: {last}"
 
     def works(self) -> bool:
-        """Say whether it computes a stage: what it does is its own work then, and not another's that it waits for."""
+        """Whether it computes a stage; then it does its own work and does not wait for another run."""
         return any(event["event"] == "started" and event["action"] in ("RUN", "RESUME") for event in events(self.log))
 
 
 def new_home(home: Path) -> Path:
-    """Return a new state folder with the user's reward file and a profile that names it."""
+    """Create a state folder with the user's reward file and a profile that refers to it."""
     home.mkdir(parents=True)
     shutil.copy(REWARD, home)
     profile = SHRUNKEN.format(full=find_profile("tiny/full").resolve(), reward=home / REWARD.name)
@@ -164,9 +164,9 @@ def new_home(home: Path) -> Path:
 def start(
     home: Path, believed: Skew | None = None, *, verb: str = "run", variables: Mapping[str, str] | None = None
 ) -> Run:
-    """Start `rlhf run` on the profile of `home`, or another verb; `believed` says what it takes for its machine and time.
+    """Start `rlhf run` on the profile of `home`, or another verb; `believed` overrides its machine and clock.
 
-    `variables` of the environment are those of this process, and these.
+    `variables` are added to this process's environment variables.
     """
     module = ["pipelines.cli.main"] if believed is None else command.command(believed)
     arguments = ["run", str(home / PROFILE)] if verb == "run" else [verb]
@@ -183,7 +183,7 @@ def start(
 
 
 def finish(run: Run) -> processes.End:
-    """Wait for a run; return how it ended. One that hangs is killed with its family."""
+    """Wait for a run; returns how it ended. A run that hangs is killed with its descendants."""
     try:
         status = run.process.wait(timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
@@ -194,7 +194,7 @@ def finish(run: Run) -> processes.End:
 
 
 def in_peace(home: Path) -> float:
-    """Run the profile of `home` to its end; return the seconds. SystemExit if it does not complete."""
+    """Run the profile of `home` undisturbed; returns the seconds. SystemExit if it does not complete."""
     began, run = time.monotonic(), start(home)
     if finish(run) != "completed":
         raise SystemExit(f"a run in peace failed; read {run.log}")
@@ -202,14 +202,14 @@ def in_peace(home: Path) -> float:
 
 
 def wait_until(condition: Callable[[], bool], run: Run, seconds: float) -> None:
-    """Wait until the condition holds, the run has ended, or the seconds are over."""
+    """Wait until the condition holds, the run has ended, or the time is over."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and not condition() and run.process.poll() is None:
         time.sleep(0.1)
 
 
 def reach(run: Run, moment: Moment) -> bool:
-    """Wait for a moment of a run; return whether it lives then."""
+    """Wait for a moment of a run; returns whether the run is alive then."""
     if moment.label:
         wait_until(lambda: moment.label in (event["label"] for event in events(run.log)), run, LIMIT_S)
     wait_until(lambda: False, run, moment.after_s)
@@ -217,7 +217,7 @@ def reach(run: Run, moment: Moment) -> bool:
 
 
 def killed(life: Life, run: Run, moment: Moment, *, alone: bool, kind: str = "") -> processes.End:
-    """Kill a run at a moment, its family or its own process alone; note it in `life`, and what lingers."""
+    """Kill a run at a moment, with or without its descendants; records the kill and any survivors in `life`."""
     lives = reach(run, moment)
     if lives:
         _kill(run, alone=alone)
@@ -234,27 +234,27 @@ def _kill(run: Run, *, alone: bool) -> None:
     if alone:
         run.process.kill()
     else:
-        kill_family(run.process.pid)  # which may take the status that tells of the kill
+        kill_family(run.process.pid)  # which may reap the exit status that shows the kill
     run.process.wait()
 
 
 def note_survivors(life: Life) -> float:
-    """Wait for all processes of a life to be gone; note those that stay, and return the seconds."""
+    """Wait until all processes of a life are gone; record survivors, and return the seconds."""
     lingered, survivors = processes.wait_for_family(within_s=GONE_WITHIN_S)
     life.leftovers += [f"process {name}" for name in survivors]
     return lingered
 
 
-# ---------------------------------------------------------------- what the runs said
+# ---------------------------------------------------------------- output of the runs
 
 
 def logs(home: Path) -> list[Path]:
-    """Return what the runs on a state folder said, and where it was edited, in their order."""
+    """The output files of the runs on a state folder, and the markers of edits, in order."""
     return sorted(home.glob("output-*.log"), key=lambda path: int(path.stem.rpartition("-")[2]))
 
 
 def events(*files: Path) -> list[dict[str, Any]]:
-    """Return what the runs say of their stages, in the form of the small pipeline's events."""
+    """Parse the stage events in the output of runs, in the form of the small pipeline's events."""
     found: list[dict[str, Any]] = []
     for line in (line for file in files for line in file.read_text(encoding="utf-8").splitlines()):
         if started := _STARTED.match(line):
@@ -268,18 +268,18 @@ def events(*files: Path) -> list[dict[str, Any]]:
 
 
 def note_edit(home: Path) -> None:
-    """Write between what the runs said that the reward file was edited now."""
+    """Write a marker between the output files: the reward file was edited at this point."""
     (home / f"output-{len(logs(home))}.log").write_text(f"{EDITED}\n", encoding="utf-8")
 
 
 def seconds(log: Path) -> dict[str, float]:
-    """Return how long each stage took that the run computed, by its own account."""
+    """Label -> reported seconds of each stage that the run computed."""
     done = (_TOOK.match(line) for line in log.read_text(encoding="utf-8").splitlines())
     return {found[1]: float(found[2]) for found in done if found}
 
 
 def stage(log: Path) -> str:
-    """Return what a run was doing when it said its last word."""
+    """The activity of a run at the end of its output."""
     at = "starting"
     for event in events(log):
         at = event["label"] if event["event"] == "started" else "between stages"
@@ -293,7 +293,7 @@ _FAILED = re.compile(r"\S+: FAILED: (\w+)$")
 
 
 def _raised(log: Path) -> str:
-    """Return the class of the error that a stage failed with."""
+    """The class of the error that a stage failed with."""
     return next(
         (failed[1] for line in log.read_text(encoding="utf-8").splitlines() if (failed := _FAILED.match(line))),
         "RlhfError",

@@ -16,12 +16,12 @@ from campaigns.durability.lives import Life
 
 @dataclass(frozen=True)
 class Campaign:
-    """All that was seen. `other` are problems outside of the lives: of the runs in peace, of runs side by side."""
+    """All observations. `other` are problems outside of lives: in undisturbed runs and in simultaneous runs."""
 
     command: str
     lives: Sequence[Life]
     real_lives: Sequence[Life]
-    """Those with Ray, vLLM and DeepSpeed."""
+    """Lives with Ray, vLLM and DeepSpeed."""
     other: Sequence[str]
     stages: int
     peace_s: float
@@ -33,7 +33,7 @@ class Campaign:
 
 
 def markdown(campaign: Campaign) -> str:
-    """Return a section with date, command, machine and tables."""
+    """Format a section with date, command, machine and tables."""
     cores, gib = os.cpu_count(), psutil.virtual_memory().total / 2**30
     kills = [kill for life in campaign.lives for kill in life.kills]
     lines = [
@@ -61,7 +61,7 @@ def markdown(campaign: Campaign) -> str:
 
 
 def problems(campaign: Campaign) -> list[str]:
-    """Return everything that is wrong, one line each."""
+    """List all problems, one line each."""
     found = list(campaign.other)
     for life in (*campaign.lives, *campaign.real_lives):
         found += [f"{life.name}: {problem}" for problem in life.problems]
@@ -100,7 +100,7 @@ def _totals(campaign: Campaign) -> list[tuple[str, str]]:
 
 
 def _others(lives: Sequence[Life]) -> list[str]:
-    """Return the tables of what was done to pipelines apart from kills, and of how the runs that it hit ended."""
+    """Tables of the disturbances other than kills, and of how the affected runs ended."""
     others = [life for life in lives if life.others]
     if not others:
         return []
@@ -139,7 +139,7 @@ def _real(lives: Sequence[Life]) -> list[str]:
 
 
 def _share(found: Iterable[Sequence[str]]) -> str:
-    """Return how many lists of complaints are empty, of how many."""
+    """Format how many lists of complaints are empty, and the total number."""
     empty = [not complaints for complaints in found]
     return f"{sum(empty)} of {len(empty)}"
 

@@ -10,5 +10,5 @@ LENGTH = 20.0
 
 
 def brief(generations: Sequence[Generation]) -> list[float]:
-    """Return how short each answer is: 0 for an empty one, -1 for one of `LENGTH` characters."""
+    """Score short answers highest: 0 for an empty answer, -1 for one of `LENGTH` characters."""
     return [-len(generation.completion.text) / LENGTH for generation in generations]

@@ -1,9 +1,8 @@
-"""Machines in memory: hosts, processes and their threads on one virtual clock, a disk that all of them see, and a disk of
-each host.
+"""In-memory machines: hosts, processes and threads on one virtual clock, a shared disk, and one disk per host.
 
-The product's code runs unchanged. While a `World` is installed, `os`, `open`, `time`, `fcntl` and the few names by which
-processes tell who and where they are lead here, for simulated processes and paths below `/sim` alone. Each change of
-the disk is an operation: another thread may go on there, and a fault may strike. All follows from a seed.
+The product's code runs unchanged. While a `World` is installed, `os`, `open`, `time`, `fcntl` and the names by which
+processes identify themselves are redirected here, only for simulated processes and paths below `/sim`. Each change of
+the disk is an operation: another thread may be scheduled there, and a fault may occur. A seed determines everything.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from rlhf_core.store import bucket, disk_lock, fingerprint, layout, leases
 ROOT = "/sim"
 FIRST_DESCRIPTOR = 1 << 20
 STALE_S = 30.0
-"""How long a host of a network file system may believe what it last saw of a folder."""
+"""Seconds for which a host of a network file system may use its last view of a folder."""
 MAX_OPERATIONS = 40_000
 CHANGES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 FLAGS = {"r": os.O_RDONLY, "w": os.O_WRONLY | os.O_CREAT | os.O_TRUNC, "a": os.O_WRONLY | os.O_CREAT | os.O_APPEND,
@@ -46,12 +45,12 @@ FLAGS = {"r": os.O_RDONLY, "w": os.O_WRONLY | os.O_CREAT | os.O_TRUNC, "a": os.O
 
 
 class Killed(BaseException):
-    """Raised in the threads of a process that is no more; nothing that they do has an effect."""
+    """Raised in the threads of a killed process; their further operations have no effect."""
 
 
 @dataclass(eq=False)
 class Node:
-    """A file or a folder. What differs in `durable` may be lost when the power fails."""
+    """A file or a folder. Differences from `durable` may be lost in a power failure."""
 
     number: int
     modified: float
@@ -59,12 +58,12 @@ class Node:
     data: bytes = b""
     durable: Any = b""
     locks: dict[tuple[Process, int], int] = field(default_factory=dict)
-    """The process and the descriptor that hold a lock of the file -> `fcntl.LOCK_EX` or `fcntl.LOCK_SH`."""
+    """Process and descriptor that hold a lock of the file -> `fcntl.LOCK_EX` or `fcntl.LOCK_SH`."""
 
 
 @dataclass(eq=False)
 class Process:
-    """A process of a host; it is stopped until a time of the virtual clock, mostly one that has passed."""
+    """A process of a host; it is suspended until a time of the virtual clock, usually in the past."""
 
     world: World
     name: str
@@ -79,14 +78,14 @@ class Process:
     error: BaseException | None = None
 
     def end(self) -> None:
-        """Free what the kernel frees when a process ends."""
+        """Release the resources that the kernel releases when a process ends."""
         self.state = "gone"
         for number in list(self.open):
             self.world.close(number, self)
 
 
 class Thread(greenlet):
-    """A thread of a simulated process, in the place of `threading.Thread`."""
+    """A thread of a simulated process, which replaces `threading.Thread`."""
 
     def __init__(self, target: Callable[..., None], args: Any = (), process: Process | None = None, **_: Any) -> None:
         self.process: Process = process or current().process
@@ -115,7 +114,7 @@ class Event:
 
 
 def current() -> Thread:
-    """Return the simulated thread that runs."""
+    """The running simulated thread."""
     thread: Any = getcurrent()
     return thread
 
@@ -125,7 +124,7 @@ def is_simulated() -> bool:
 
 
 class OfProcess:
-    """What a module keeps in a set: each process has its own."""
+    """Replaces a set in a module's global state; each simulated process has a separate set."""
 
     def __contains__(self, one: object) -> bool:
         return one in current().process.kept
@@ -138,7 +137,7 @@ class OfProcess:
 
 
 class Listing:
-    """What `os.scandir` returns."""
+    """The return value of `os.scandir`."""
 
     def __init__(self, world: World, folder: str) -> None:
         self._entries = iter([Entry(world, folder, name) for name in world.listdir(folder)])
@@ -187,7 +186,7 @@ class File(io.RawIOBase):
         return len(part)
 
     def write(self, content: Any) -> int:
-        if self._number in self._process.open and is_simulated():  # else its process is gone
+        if self._number in self._process.open and is_simulated():  # otherwise its process is gone
             self._process.world.step("write", self._path)
             before = self._node.data if self._flags & os.O_APPEND else self._node.data[: self._at]
             self._node.data, self._at = before + bytes(content), len(before) + len(content)
@@ -201,7 +200,7 @@ class File(io.RawIOBase):
 
 
 def purpose(path: str) -> str:
-    """Return a name for what a path is for, without digests, numbers and what is drawn.
+    """A name for the purpose of a path, without digests, numbers and random parts.
 
     >>> purpose("/sim/store/tables/keys/.1f2e3d4c5b6a.json.0f1e2d3c-1000-a1b2c3")
     'tables/keys/.#.json.#'
@@ -211,7 +210,7 @@ def purpose(path: str) -> str:
 
 
 def _who_locks() -> str:
-    """Return the function for which the lock of the store is taken, as ` in commit`."""
+    """The function that takes the store's lock, as ` in commit`."""
     frame: Any = sys._getframe(3)
     while Path(frame.f_code.co_filename).parent.name not in ("store", "stage") or frame.f_code.co_name in (
         *("alone", "_lock", "write", "update", "_write"),
@@ -223,11 +222,11 @@ def _who_locks() -> str:
 class World:
     """The disks, the clock and the processes.
 
-    `strike(process, call, path)` is called before each operation: it may raise, kill, stop the process, or cut the power
-    with `cut_power`. `changed(process, call, path)` is called after a change of names.
+    `strike(process, call, path)` is called before each operation: it may raise, kill, stop the process, or cut the
+    power with `cut_power`. `changed(process, call, path)` is called after a change of names.
 
-    With `stale` the hosts see names late, as on a network file system. `locks` is `sound`, or `of one host`: then two
-    hosts do not see each other's.
+    With `stale`, the hosts see names late, as on a network file system. `locks` is `sound`, or `of one host`: then two
+    hosts do not see each other's locks.
     """
 
     def __init__(self, seed: int, *, stale: bool = False, locks: str = "sound") -> None:
@@ -246,7 +245,7 @@ class World:
     # ------------------------------------------------------------ processes
 
     def start(self, name: str, host: str, work: Callable[[], None], clock_offset: float = 0.0) -> None:
-        """Add a process that does `work` once `run` lets it."""
+        """Add a process that runs `work` once `run` schedules it."""
         process = Process(self, name, host, 1000 + len(self.processes), clock_offset)
 
         def main() -> None:
@@ -261,7 +260,7 @@ class World:
         self.processes.append(process)
 
     def run(self) -> list[Process]:
-        """Let all processes go on until they end; return those that wait for ever."""
+        """Run all processes until they end; returns the processes that wait forever."""
         while True:
             while self.without_power:
                 self._lose_power(self.without_power.pop())
@@ -284,17 +283,17 @@ class World:
             self.now = soonest
 
     def kill(self) -> None:
-        """End the process that runs."""
+        """End the running process."""
         current().process.end()
         raise Killed
 
     def cut_power(self, host: str = "") -> None:
-        """End the process that runs, and all others of the host or of every host. Writes without fsync may be lost."""
+        """End the running process, and all others of the host or of every host. Writes without fsync may be lost."""
         self.without_power.append(host)
         self.kill()
 
     def block(self, ready: Callable[[], bool], timeout: float = float("inf")) -> None:
-        """Let others run until `ready` or the timeout."""
+        """Let other threads run until `ready` or the timeout."""
         thread = current()
         thread.ready, thread.wake = ready, self.now + timeout
         self._others()
@@ -311,7 +310,7 @@ class World:
             self._others()
 
     def _look(self, chance: float = 0.02) -> None:
-        """Let others run, perhaps, before the disk is read."""
+        """With probability `chance`, let other threads run before the disk is read."""
         if current().process.state == "gone":
             raise Killed
         if self.random.random() < chance:
@@ -328,12 +327,12 @@ class World:
         return Node(next(self.numbers), self.now, {} if folder else None, durable={} if folder else b"")
 
     def make_folder(self, name: str) -> None:
-        """Make `/sim/<name>` on its disk. The disk of a host has the name of the host."""
+        """Create `/sim/<name>` on its disk. The disk of a host has the name of the host."""
         assert self.root.entries is not None
         self.root.entries[name] = self.root.durable[name] = self.node(folder=True)
 
     def find(self, path: str) -> Node | None:
-        """Return what the disk has at a path."""
+        """The node on the disk at a path, None if there is none."""
         node: Node | None = self.root
         for name in path[len(ROOT) :].split("/"):
             if name and name != ".":
@@ -353,7 +352,7 @@ class World:
         return node
 
     def _looked_up(self, path: str) -> Node:
-        """Return what a process finds at a path: its host may still believe that nothing is there."""
+        """The node that a process finds at a path; its host may have cached that the path does not exist."""
         self._look()
         key, node = (current().process.host, path), self.find(path)
         if self.stale and node is None:
@@ -373,7 +372,7 @@ class World:
         self.changed(current().process, call, path)
 
     def _lose_power(self, host: str) -> None:
-        """End the processes of a host, or of all, and keep a random part of the writes without fsync."""
+        """End the processes of a host, or of all hosts, and keep a random part of the writes without fsync."""
         self.seen.clear()
         for process in self.processes:
             if host in ("", process.host):
@@ -403,7 +402,7 @@ class World:
         for inside in node.entries.values():
             self._fall_back(inside, kept)
 
-    # ------------------------------------------------------------ what `os` offers
+    # ------------------------------------------------------------ functions of `os`
 
     def stat(self, path: Any, **_: Any) -> os.stat_result:
         node = current().process.open[path][0] if isinstance(path, int) else self._looked_up(path)
@@ -431,7 +430,7 @@ class World:
         self.step("link", target)
         node = self._existing(path, self.find(path))
         folder, name = self._parent(target)
-        self.seen.pop((current().process.host, target), None)  # the answer of the server replaces what was believed
+        self.seen.pop((current().process.host, target), None)  # the server's response replaces the cached view
         if name in (folder.entries or {}):
             raise FileExistsError(errno.EEXIST, "File exists", target)
         self._change("link", target, (folder, name, node))
@@ -523,7 +522,7 @@ class World:
             finally:
                 self.unlink(path)
 
-    # ------------------------------------------------------------ in the place of the machine
+    # ------------------------------------------------------------ replacing the machine
 
     def _state(self, number: int, _: int = 0) -> str:
         found = [one for one in self.processes if (one.number, one.host) == (number, current().process.host)]
@@ -531,7 +530,7 @@ class World:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Let the names of the operating system lead here, for simulated processes alone."""
+        """Redirect the operating system's functions here, only for simulated processes."""
         ours: list[tuple[Any, str, Callable[..., Any]]] = [
             *((os, name, getattr(self, name)) for name in ("mkdir", "rename", "link", "unlink", "listdir", "utime", "open", "fsync", "close")),
             *((os, name, self.stat) for name in ("stat", "lstat", "fstat")),

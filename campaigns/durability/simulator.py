@@ -1,12 +1,12 @@
-"""Let simulated processes share a store while they are stopped, killed and lied to, and check what the store promises.
+"""Simulate processes that share a store while they are stopped, killed and deceived, and check the store's promises.
 
     python -m campaigns.durability.simulator --histories 10000 --seed 0
 
 The promises, at every instant of every history:
 
-1. Per lease at most one record is written, and only by the process that holds the lease.
-2. A record never leads to less than a whole object.
-3. No acknowledged result, checkpoint, answer or pin is lost: not by a kill, nor by a power cut, nor by `gc`.
+1. At most one record is written per lease, and only by the process that holds the lease.
+2. A record never refers to an incomplete object.
+3. No acknowledged result, checkpoint, answer or pin is lost: neither by a kill, a power cut nor `gc`.
 4. Every process ends by itself, with its result or one error, and the next run completes.
 """
 
@@ -48,7 +48,7 @@ from rlhf_core.types import PolicyRef
 STORE = Path(ROOT) / "store"
 DAY_S = 86400.0
 KEEP_S = 3 * DAY_S
-"""The use of a result is noted once a day, so what was used within two days must be kept."""
+"""The use of a result is recorded once a day, so results used within two days must be kept."""
 FAULTS = ("stop", "stop", "kill", "power cut", "EIO", "ENOSPC")
 QUESTION = Question(gate="quality", condition={"after": "counting"}, digest="0" * 64, run="night")
 _STUB: Any = mock.MagicMock(engines=dict)
@@ -59,14 +59,14 @@ Instants: TypeAlias = dict[tuple[str, str], Counter[str]]
 
 @dataclass
 class Promises:
-    """What was acknowledged to somebody, with the time where `gc` may remove it some day, and what was broken."""
+    """Acknowledged results with the time after which `gc` may remove them, and the broken promises."""
 
     world: World
     broken: list[str] = field(default_factory=list)
     saved: dict[str, tuple[int, float]] = field(default_factory=dict)
     """Key -> step of its last checkpoint."""
     results: dict[str, float] = field(default_factory=dict)
-    """Key -> when its result was last given to somebody."""
+    """Key -> time when its result was last returned to a caller."""
     pins: set[str] = field(default_factory=set)
     answers: set[str] = field(default_factory=set)
     leases: set[str] = field(default_factory=set)
@@ -75,7 +75,7 @@ class Promises:
     """Path of the table of a key -> its value after the last write."""
 
     def changed(self, process: Process, call: str, path: str) -> None:
-        """Look at the disk after a change of names."""
+        """Check the disk after a change of names."""
         if call in ("rename", "link") and path.startswith(f"{STORE}/tables/keys/"):
             node = self.world.find(path)
             before, after = self.tables.get(path, {}), _table(node.data if node else b"")
@@ -93,7 +93,7 @@ class Promises:
         self.leases.add(owner.get("token", ""))
 
     def check_records(self) -> None:
-        """Every record must lead to a whole object."""
+        """Check that every record refers to a complete object."""
         for name, table in self.below("tables/keys"):
             record = _table(table.data).get("record")
             if not record:
@@ -112,7 +112,7 @@ class Promises:
                 self.broken.append(f"the record {name[:6]} leads to less than a whole object")
 
     def check_kept(self) -> None:
-        """What was acknowledged must be on the disk."""
+        """Check that everything acknowledged is on the disk."""
         self.check_records()
         records = {
             name.removesuffix(".json") for name, file in self.below("tables/keys") if _table(file.data).get("record")
@@ -126,11 +126,11 @@ class Promises:
         self.broken += [f"{one} is lost" for one in lost]
 
     def counts(self, at: float) -> bool:
-        """Return whether `gc` has to keep what was last used then."""
+        """Whether `gc` has to keep results that were last used at this time."""
         return self.world.now - at < KEEP_S - DAY_S
 
     def below(self, place: str) -> Iterator[tuple[str, Node]]:
-        """Yield name and node of each file below a folder of the store, but for temporary ones."""
+        """Yield name and node of each file below a folder of the store, except temporary ones."""
         folder = self.world.find(f"{STORE}/{place}")
         for name, inside in list((folder.entries or {}).items()) if folder else ():
             if inside.entries is not None:
@@ -140,7 +140,7 @@ class Promises:
 
 
 def _table(content: bytes) -> dict[str, Any]:
-    """The value of a table, {} if it does not exist or was not written to its end."""
+    """The value of a table, {} if it does not exist or is incomplete."""
     return unpack(content) or {} if content else {}
 
 
@@ -148,7 +148,7 @@ def _place(digest: str) -> str:
     return f"objects/{digest[:2]}/{digest}"
 
 
-# ---------------------------------------------------------------- what processes do
+# ---------------------------------------------------------------- work of the processes
 
 _promises: Promises
 
@@ -158,7 +158,7 @@ class CountingConfig(Config):
 
 
 def run(config: CountingConfig, *, context: StageContext) -> PolicyRef:
-    """Count to `steps` with a checkpoint at each step, and return an artifact of two files."""
+    """Count to `steps` with a checkpoint at each step; the artifact has two files."""
     promises = _promises
     checkpoint = context.checkpoints.to_resume(damaged_archive)
     done, (saved, at) = checkpoint.step if checkpoint else 0, promises.saved.get(context.key, (0, 0.0))
@@ -185,13 +185,13 @@ def _weights(step: int) -> bytes:
 
 
 def work() -> None:
-    """Run the stage; what it returns is acknowledged."""
+    """Run the stage; its result is acknowledged."""
     spec = StageSpec(name="counting", module=run.__module__, version=1, code="warn", config=CountingConfig(), inputs={},
                      seed=1, label="counting", engines={})  # fmt: skip
     promises, forced = _promises, current().process.name == "forced"
 
     def decided(made: Decision) -> None:
-        if forced:  # what was saved is to be thrown away
+        if forced:  # earlier checkpoints must be discarded
             promises.saved.pop(made.key, None)
 
     _, made = execute(
@@ -225,7 +225,7 @@ def collect() -> None:
 
 
 def late(then: Callable[[], None]) -> Callable[[], None]:
-    """Return `then` at a time at which what was not used meanwhile need not be kept."""
+    """`then`, delayed to a time at which unused results need not be kept."""
 
     def do() -> None:
         time.sleep(2 * KEEP_S + _promises.world.random.uniform(0.0, 0.2))
@@ -249,18 +249,18 @@ LAST = "last"
 
 @dataclass
 class Campaign:
-    """What a number of histories found: the seeds of those that broke a promise, and the promises."""
+    """Findings of a number of histories: the seeds of histories that broke a promise, and the promises."""
 
     histories: int = 0
     operations: int = 0
     broken: dict[int, str] = field(default_factory=dict)
     struck: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """Operation and fault -> how often it struck there."""
+    """Operation and fault -> how often it occurred there."""
     seen: Instants = field(default_factory=dict)
 
 
 def play(seeds: range, *, locks: str = "sound", until_broken: bool = False) -> Campaign:
-    """Play a history for each seed, with two faults at operations of those that histories in peace have."""
+    """Play a history for each seed, with two faults at operations drawn from undisturbed histories."""
     campaign, peace = Campaign(), Campaign()
     digests = functools.cache(key.module_digests)
     versions.environment()  # the first call waits for git, and so for the real clock
@@ -323,7 +323,7 @@ def _play(seed: int, instants: Instants, campaign: Campaign, locks: str) -> None
 
 
 def _fault(scene: str, instants: Instants, source: random.Random) -> tuple[tuple[str, str, int], str]:
-    """Draw where a fault strikes (process, operation, which time) and the fault: most of them at the record."""
+    """Draw the place of a fault (process, operation, occurrence) and the fault; most of them hit the record."""
     who = source.choice([who for who in SCENES[scene] if instants[scene, who]])
     operations = instants[scene, who]
     weights = [

@@ -1,4 +1,4 @@
-"""Stop a run for so long that another run takes over its work, and then wake it."""
+"""Stop a run until another run has taken over its work, and then wake it."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from rlhf_core.store import layout, leases
 KIND = "stopped, taken over, and woken"
 SENTENCE = "took the lease over, because this process had not renewed it"
 TAKEN_WITHIN_S = 8.0
-"""A takeover that takes longer waits for the stopped process itself, which holds the lock of the leases: it is woken."""
+"""If a takeover takes longer, it waits for the lock of the leases in the stopped process, which is then woken."""
 ELSEWHERE = ("another-machine", "another-boot", "another-namespace")
 
 
 def short_leases(*, ttl_s: float, heartbeat_s: float) -> None:
-    """Make the times of leases in this process so short that a takeover takes seconds."""
+    """Shorten the lease times in this process so that a takeover takes seconds."""
     leases.TTL_S, leases.HEARTBEAT_S = ttl_s, heartbeat_s
 
 
 def be_elsewhere() -> None:
-    """Let this process say that it runs on another machine: nobody here can ask then whether it lives."""
+    """Make this process claim another machine, so that no process here can check whether it is alive."""
     leases.here = layout.here = lambda: ELSEWHERE  # type: ignore[assignment]
 
 
 def reconcile_elsewhere(store: Path, log: Path) -> None:
-    """Remove what a killed process of that other machine left, as `rlhf reconcile` does there."""
+    """Remove the remains of a killed process of that other machine, as `rlhf reconcile` does there."""
     processes.run(partial(_reconcile, store), log)
 
 
 def taken_over(folder: Path, peace: Peace, number: int, seed: int, *, mlflow: bool) -> Life:
-    """Stop a run at a drawn instant, let a second one take its work over, and wake the first at a drawn moment.
+    """Stop a run at a random instant, let a second one take over, and wake the first at a random moment.
 
-    The second must complete. The first completes, or ends with one sentence. Half of the first runs seem to be on
-    another machine.
+    The second run must complete. The first run must complete or end with a one-sentence error. Half of the first runs
+    appear to be on another machine.
     """
     source = random.Random(f"{seed}/takeover/{number}")
     census = peace.mlflow if mlflow else peace.memory
@@ -76,17 +76,17 @@ def _run(setup: Setup, instant: Instant | None, elsewhere: bool) -> None:
 
 
 def how(words: str) -> str:
-    """Return how a woken run ended that said `words` at last."""
+    """Classify how a woken run ended, by its last message."""
     return "ended with one sentence" if SENTENCE in words else "completed" if not words else "failed"
 
 
 def wrong_ends(setup: Setup, ends: list[processes.End], first: int, second: int) -> list[str]:
-    """Return what is wrong with how the two runs ended, one line each."""
+    """List the problems in how the two runs ended, one line each."""
     return wrong_words(ends, lives.last_words(setup, first), lives.last_words(setup, second))
 
 
 def wrong_words(ends: Sequence[processes.End], first: str, second: str) -> list[str]:
-    """Return what is wrong with how two runs ended that said `first` and `second` (`Class: message`) at last."""
+    """List the problems in how two runs ended, given their last messages `first` and `second` (`Class: message`)."""
     wrong = [] if ends[1] == "completed" else [f"the second run {ends[1]}: {second}"]
     kind = first.partition(": lease ")[0]
     clear = kind in ("Lost", "ArtifactError") and SENTENCE in first and first.endswith("; run again")
@@ -96,13 +96,13 @@ def wrong_words(ends: Sequence[processes.End], first: str, second: str) -> list[
 
 
 def _works(setup: Setup, pid: int) -> bool:
-    """Say whether a run computes a stage: what it does is its own work then, and not another's that it waits for."""
+    """Whether a run computes a stage; then it does its own work and does not wait for another run."""
     mine = [event for event in read_events(setup.events) if event["pid"] == pid and event["event"] == "started"]
     return any(event["action"] in ("RUN", "RESUME") for event in mine)
 
 
 def _wait_for(condition: Callable[[], bool], child: int, seconds: float) -> None:
-    """Wait until the condition holds, the child has ended, or the seconds are over."""
+    """Wait until the condition holds, the child has ended, or the time is over."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and not condition() and not processes.has_ended(child):
         time.sleep(0.02)

@@ -3,7 +3,7 @@
     python -m campaigns.faults
     python -m campaigns.faults --only hangs --markdown table.md
 
-Exit status 1 if a fault was not handled, or was noticed later than its stated deadline.
+Exit status 1 if a fault was not handled, or was detected after its stated deadline.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from campaigns.faults.fault import Fault, Outcome
 
 MODULES = ("rewards", "remote", "sandbox", "environments", "numbers", "disk", "services", "engines", "clusters")
-"""Each has a list FAULTS."""
+"""Each of these modules has a list FAULTS."""
 
 
 def main() -> int:
@@ -40,12 +40,12 @@ def main() -> int:
 
 
 def bad(fault: Fault, outcome: Outcome) -> bool:
-    """Return whether a fault was not handled, or not in time."""
+    """Whether a fault was not handled, or was detected too late."""
     return outcome.result == "not handled" or (outcome.detect_s is not None and outcome.detect_s > fault.deadline_s)
 
 
 def table(results: Sequence[tuple[Fault, Outcome]]) -> str:
-    """Return the table as Markdown."""
+    """The results as a Markdown table."""
     lines = ["| fault | outcome | deadline s | noticed after s | then s | what was said |", "|---|---|--:|--:|--:|---|"]
     for fault, outcome in results:
         late = " (late)" if outcome.result != "not handled" and bad(fault, outcome) else ""
@@ -66,7 +66,7 @@ def _cause(fault: Fault, folder: Path) -> Outcome:
     try:
         outcome = fault.inject(folder)
     except Exception as error:
-        # A fault that breaks its own experiment was not handled; the other rows are still wanted.
+        # A fault that breaks its own experiment was not handled; the other rows are still needed.
         outcome = Outcome("not handled", None, None, f"{type(error).__name__}: {error}")
     print(f"{outcome.result}: {' '.join(outcome.said.split())[:300]}", flush=True)
     return outcome
@@ -78,7 +78,7 @@ def _faults(module: str) -> list[Fault]:
 
 
 def _short(text: str) -> str:
-    """Return the text on one line, without its middle if it is long."""
+    """Format the text on one line, without its middle if it is long."""
     line = " ".join(text.split())
     return line if len(line) <= 240 else f"{line[:140]} ... {line[-95:]}"
 

@@ -1,7 +1,7 @@
-"""Cause faults of an existing Ray (`RAY_ADDRESS`): a head and two nodes on this machine, each with a made-up GPU.
+"""Cause faults of an existing Ray (`RAY_ADDRESS`): a head and two nodes on this machine, each with a fake GPU.
 
-The trainer takes the GPU of one node, so the death of that node takes the trainer with it. The sampler is the plain
-one, which needs no GPU.
+The trainer uses the GPU of one node, so if that node dies, the trainer dies, too. The sampler is the plain one, which
+needs no GPU.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ OVERRIDES = ("runtime.gpus_per_train_worker=1", "runtime.trainer.engine=torch", 
 UP_TIMEOUT_S = 120.0
 AWAY_S = 10.0
 PAUSE_S = 5.0
-"""Between steps, until the fault is noticed: the stage would be over first."""
+"""Seconds between steps until the fault is detected; without this pause the stage would finish first."""
 START_ATTEMPTS = 3
 NODE_LOST_S = 60.0
-"""Ray asks a node every 3 s and gives it up after 5 questions without an answer, each of which may take 10 s."""
+"""Ray probes a node every 3 s and declares it dead after 5 probes without a response, each of which may take 10 s."""
 
 
 class Cluster:
@@ -50,19 +50,19 @@ class Cluster:
         self._nodes: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:
-        """Start the head, and then two nodes with a GPU each, one after the other; return when all have joined."""
+        """Start the head, and then two nodes with a GPU each, one after the other, and wait until all have joined."""
         self._head = self._started("--head", f"--port={self._port}", "--num-gpus=0", "--include-dashboard=false")
         self._nodes = [self._started(f"--address={self.address}", "--num-gpus=1") for _ in range(2)]
 
     def kill(self) -> None:
-        """Let all its machines die at once."""
+        """Kill all machines of the cluster at once."""
         for process in (self._head, *self._nodes):
             if process is not None:
                 kill_family(process.pid)
                 process.wait()
 
     def kill_node_of(self, pid: int) -> None:
-        """Let the machine die on which process `pid` runs."""
+        """Kill the machine on which process `pid` runs."""
         node = next(
             one for one in self._nodes if any(parent.pid == one.pid for parent in psutil.Process(pid).parents())
         )
@@ -70,7 +70,7 @@ class Cluster:
         node.wait()
 
     def _started(self, *options: str) -> subprocess.Popen[bytes]:
-        """Return a head or node that is up. Ray itself gives one up that is not within 30 s, as on a busy machine."""
+        """Start a head or node and wait for it. Ray gives up after 30 s, as on a busy machine, so it is retried."""
         for _ in range(START_ATTEMPTS):
             log = self._folder / f"ray-{time.monotonic_ns()}.log"
             process = self._ray(log, *options)
@@ -90,7 +90,7 @@ class Cluster:
         place = ["--node-ip-address=127.0.0.1", "--num-cpus=4", "--object-store-memory=200000000"]
         if "--head" in options:
             place.append(f"--temp-dir={tempfile.mkdtemp(prefix='rlhf-faults-', dir='/tmp')}")
-        # A head asks for the user's token if there is one; a node sends it only when told to.
+        # A head requires the user's token if one exists; a node sends it only if configured to.
         asks = (Path.home() / ".ray" / "auth_token").exists()
         environment = os.environ | ({"RAY_AUTH_MODE": "token"} if asks else {})
         with log.open("wb") as output:
@@ -99,10 +99,10 @@ class Cluster:
 
 @contextmanager
 def _joined(folder: Path, name: str) -> Iterator[tuple[Cluster, Small]]:
-    """Give a cluster and the small pipeline on it, run in peace once."""
+    """Yield a cluster and the small pipeline on it, after one undisturbed run."""
     import ray
 
-    ray.shutdown()  # of the faults before: a process is in one Ray at a time
+    ray.shutdown()  # left by earlier faults: a process can use only one Ray at a time
     place = folder / name
     place.mkdir()
     cluster, small = Cluster(place), Small(place, OVERRIDES)
@@ -114,13 +114,13 @@ def _joined(folder: Path, name: str) -> Iterator[tuple[Cluster, Small]]:
             yield cluster, small
     finally:
         small.runtime.close()
-        ray.shutdown()  # while there is a head to say goodbye to
+        ray.shutdown()  # while the head is still alive
         cluster.kill()
         del os.environ["RAY_ADDRESS"]
 
 
 def _trainer(cluster: Cluster) -> int:
-    """Return the process number of the trainer."""
+    """The process id of the trainer."""
     workers = (process for node in cluster._nodes for process in psutil.Process(node.pid).children(recursive=True))
     return next(worker.pid for worker in workers if worker.name().startswith("ray::TrainWorke"))
 
@@ -142,7 +142,7 @@ def _head_comes_back(folder: Path) -> Outcome:
             return small.recover("ppo", 2, restart, pause_s=PAUSE_S)
         finally:
             if back.is_alive():
-                back.join()  # or what it starts would be left over
+                back.join()  # otherwise its children would be left over
 
 
 def _head_stays_away(folder: Path) -> Outcome:

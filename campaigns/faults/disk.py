@@ -1,4 +1,4 @@
-"""Cause faults of a full disk: a real one of a few megabytes, in memory. It needs root or the right to mount one."""
+"""Cause faults of a full disk: a real file system of a few megabytes in memory. Needs root or the right to mount."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOUNT = 'mount -t tmpfs -o size="$1" none "$2" && exec "$3" -m campaigns.faults.
 
 @cache
 def _outcomes(folder: Path) -> dict[str, Outcome]:
-    """Return what came of all faults, by name: they share a process, whose imports take longer than they do."""
+    """Run all faults in one process, because imports take longer than the faults; returns the outcomes by name."""
     disk = folder / "disk"
     disk.mkdir(exist_ok=True)
     command = ["unshare", "--mount", "sh", "-c", MOUNT, "sh", str(DISK_BYTES), str(disk), sys.executable]

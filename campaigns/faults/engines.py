@@ -21,9 +21,9 @@ from rlhf_core.runtime import liveness
 from rlhf_core.runtime.ray_runtime import SHUTDOWN_TIMEOUT_S, STOP_TIMEOUT_S, RayRuntime
 
 GONE_S = 10.0
-"""For Ray to notice a process that died, and for us to look."""
+"""Seconds for Ray to detect a dead process, and for this campaign to check."""
 HANGS_S = liveness.SILENCES * (2 * liveness.PROBE_TIMEOUT_S + liveness.WATCH_EVERY_S) + GONE_S
-"""A server of Ray's that hangs, with the other one hanging too."""
+"""Seconds to detect a hanging Ray server if the other server hangs, too."""
 CLOSE_S = 3 * STOP_TIMEOUT_S + SHUTDOWN_TIMEOUT_S + 2 * liveness.KILL_WAIT_S
 
 
@@ -42,7 +42,7 @@ def _runtime(small: Small) -> RayRuntime:
 
 
 def _worker(small: Small, kind: str) -> psutil.Process:
-    """Return the process of the first trainer or engine."""
+    """The process of the first trainer or engine."""
     import ray
 
     group = {"trainer": _runtime(small)._train.get(""), "engine": _runtime(small)._sample}[kind]
@@ -51,7 +51,7 @@ def _worker(small: Small, kind: str) -> psutil.Process:
 
 
 def _server(small: Small, name: str) -> psutil.Process:
-    """Return the raylet or the gcs_server of our own Ray."""
+    """The raylet or gcs_server process of the Ray that this process started."""
     children = psutil.Process(os.getpid()).children()
     return next(child for child in children if child.name() == name and child.status() != psutil.STATUS_ZOMBIE)
 
@@ -61,7 +61,7 @@ def _hit(find: Callable[[Small, str], psutil.Process], name: str, number: signal
     if not small.digests:
         small.digests = small.run(Silent())
     victim = find(small, name)
-    # The workers do without the servers for a while, and this stage is over in seconds.
+    # Workers can run without the servers for a while, and this stage takes only seconds.
     pause_s = 0.0 if find is _worker else GONE_S / 2 if number == signal.SIGKILL else HANGS_S / 2
     outcome = small.recover("ppo", 2, partial(victim.send_signal, number), pause_s=pause_s)
     _, alive = psutil.wait_procs([victim], timeout=GONE_S)
@@ -73,7 +73,7 @@ def _hit(find: Callable[[Small, str], psutil.Process], name: str, number: signal
 
 
 def _killed_again_and_again(folder: Path) -> Outcome:
-    """Kill the trainer in every try before it gets anywhere: the run must end with one error, and then resume."""
+    """Kill the trainer early in every attempt: the run must end with one error, and then resume."""
     small = _small(folder)
     if not small.digests:
         small.digests = small.run(Silent())
@@ -98,7 +98,7 @@ def _killed_again_and_again(folder: Path) -> Outcome:
 
 
 def _kill_each_trainer(stop: threading.Event) -> None:
-    """Kill every trainer worker as soon as it is there."""
+    """Kill every trainer worker as soon as it exists."""
     while not stop.wait(0.1):
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -107,7 +107,7 @@ def _kill_each_trainer(stop: threading.Event) -> None:
 
 
 def _hangs_at_the_end(folder: Path) -> Outcome:
-    """Stop the trainer and the engine, then close: it must end, and leave nothing behind."""
+    """Stop the trainer and the engine, then close the runtime: it must end without leftovers."""
     small = _small(folder)
     small.run(Silent())
     victims = [_worker(small, "trainer"), _worker(small, "engine")]

@@ -1,4 +1,4 @@
-"""Cause faults of environments, each in its own process as in a run, with a real policy: no failure is scored 0."""
+"""Cause faults of environments, each in a separate process as in a run, with a real policy: no failure may score 0."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 GROUP = 2
 STEP_S = 3.0
 START_S = 30.0
-"""For the policy's turns, and for processes that are started again, on a busy machine."""
+"""Seconds for the policy's turns, and for restarted processes on a busy machine."""
 DEADLINE_S = STEP_S + GRACE_S + START_S
 TURNS = 2
 REWARD = 0.5
-"""What a turn earns in an environment that is well."""
+"""Reward of a turn in a working environment."""
 WELL = "is well"
 TINY = InitModel(
     vocab_size=320, hidden_size=64, layers=2, heads=2, kv_heads=2, intermediate_size=128, max_positions=512
@@ -163,7 +163,7 @@ LEFT_OUT = {
     "returns a table": "step returned a dict; it must return a StepResult",
     "returns nothing": "step returned a NoneType; it must return a StepResult",
 }
-"""What the environment of one episode does -> what its reason must name."""
+"""Behavior of one episode's environment -> text that its failure reason must contain."""
 RECOVERED = {
     "raises once": "played again from its seeds (retries = 1)",
     "hangs as it is closed": "its process was killed; the other episodes in it were played again",
@@ -181,7 +181,7 @@ LEFT_OUT_BY_A_SERVER = {
 
 
 class Table:
-    """Plays two groups of episodes at a time with a tiny policy, and scores them by what they earned."""
+    """Plays two groups of episodes at a time with a tiny policy, and scores them by their rewards."""
 
     def __init__(self, config: AgentConfig) -> None:
         policy = _policy()
@@ -190,10 +190,10 @@ class Table:
         self._environments = Environments(config, tokenizer=str(policy))
         self._opened = OpenEnvironments({"agent": self._environments}, {"": "agent"})
         self.failed = 0.0
-        """The share of episodes that failed in the last play."""
+        """The fraction of episodes that failed in the last play."""
 
     def play(self, *labels: str) -> list[Rollout]:
-        """Return an episode for each label."""
+        """Play one episode for each label."""
         prompts = [Prompt(f"p{at // GROUP}", (Message("user", "hi"),), one, "faults") for at, one in enumerate(labels)]
         work = [Episode(one, self._chat.prompt_ids(one.messages), derive_seed(7, at)) for at, one in enumerate(prompts)]
         drawn = answers(self._sampler, self._chat, work, SamplingConfig(max_tokens=32), self._opened)
@@ -209,14 +209,14 @@ class Table:
 
 @dataclass(frozen=True)
 class Labels:
-    """The labels of an episode in which a fault happens, and of one in which none does."""
+    """The labels of an episode with a fault, and of an episode without one."""
 
     faulty: str
     well: str = WELL
 
 
 def _left_out(config: AgentConfig, labels: Labels, named: str) -> Outcome:
-    """Play one faulty episode beside three that are well, and then three more."""
+    """Play one faulty episode together with three working ones, and then three more."""
     _policy()
     with watched() as watch:
         with Table(config) as table:
@@ -237,7 +237,7 @@ def _left_out(config: AgentConfig, labels: Labels, named: str) -> Outcome:
 
 
 def _recovered(mood: str, folder: Path) -> Outcome:
-    """Play one such episode beside three that are well, twice: all must earn what they should."""
+    """Play one such episode together with three working ones, twice: all must earn the expected reward."""
     config = _world(folder, retries=1 if mood == "raises once" else 0)
     _policy()
     with watched() as watch:
@@ -252,7 +252,7 @@ def _recovered(mood: str, folder: Path) -> Outcome:
 
 
 def _one_error(config: AgentConfig, label: str, named: Sequence[str]) -> Outcome:
-    """Let all episodes of a step fail: that is one error with the reason and a prompt."""
+    """Make all episodes of a step fail: this must be one error with the reason and a prompt."""
     _policy()
     with watched() as watch:
         with Table(config) as table:
@@ -285,7 +285,7 @@ def _left_out_by_a_server(mood: str, folder: Path) -> Outcome:
 
 
 def _server_dies(folder: Path) -> Outcome:
-    """The server dies in the second turn of all episodes; once it is back, they can be played."""
+    """The server dies in the second turn of all episodes; once it is back, they must succeed."""
     del folder
     _policy()
     with ExitStack() as closing:
@@ -344,7 +344,7 @@ def _mood(mood: str) -> str:
 
 @contextmanager
 def _server(port: int = 0) -> Iterator[str]:
-    """Yield the URL of a server that speaks OpenEnv's wire; port 0 is any that is free."""
+    """Yield the URL of a server with OpenEnv's protocol; port 0 picks a free one."""
     with subprocess.Popen([sys.executable, "-c", SERVER, str(port)], stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -355,13 +355,13 @@ def _server(port: int = 0) -> Iterator[str]:
 
 @cache
 def _policy() -> Path:
-    """Return the folder of a tiny policy with its tokenizer; made once, and loaded, before any clock runs."""
+    """The folder of a tiny policy with its tokenizer; created once, and loaded before any time is measured."""
     from rlhf_core.models.initialize import initialize_llama, train_tokenizer
 
     folder = Path(_place().name)
     train_tokenizer(TEXTS, vocab_size=TINY.vocab_size, folder=folder)
     initialize_llama(TINY, folder, seed=7)
-    # Half of all tokens end a turn: a policy that has not been trained hardly ever says the one that should.
+    # Half of all tokens end a turn, because an untrained policy hardly ever samples the regular end token.
     stops = {"eos_token_id": list(range(0, TINY.vocab_size, 2))}
     (folder / "generation_config.json").write_text(json.dumps(stops), encoding="utf-8")
     _sampler(folder)
@@ -370,7 +370,7 @@ def _policy() -> Path:
 
 @cache
 def _place() -> TemporaryDirectory[str]:
-    """Return a folder that is removed when we end."""
+    """A folder that is removed when this process ends."""
     return TemporaryDirectory(prefix="faults-policy")
 
 

@@ -1,4 +1,4 @@
-"""Define the entries of the table of faults: a fault that is really caused, and its observed outcome."""
+"""Define the entries of the table of faults: a real fault, and its observed outcome."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a fault. Times are seconds of the wall clock; None where there was nothing to wait for.
+    """The outcome of a fault. Times are wall-clock seconds; None if nothing had to be awaited.
 
-    `recovered`: the run went on by itself and ended with the right result. `one error`: it ended with one error that names
-    stage, worker or sample, and remedy, and the same command then resumed. `left out`: the run went on without the samples
-    that it struck; they are invalid rollouts with their reason, counted, left out with their group and never scored 0.
-    `not handled`: anything else. `skipped`: it could not be caused here; `said` says why.
+    `recovered`: the run continued by itself and ended with the correct result. `one error`: it ended with one error
+    that names stage, worker or sample, and remedy, and the same command then resumed. `left out`: the run continued
+    without the affected samples; they are invalid rollouts with their reason, counted, excluded with their group and
+    never scored 0. `not handled`: anything else. `skipped`: it could not be caused here; `said` has the reason.
     """
 
     result: Literal["recovered", "one error", "left out", "not handled", "skipped"]
     detect_s: float | None
-    """From the fault until the program noticed."""
+    """From the fault until the program detected it."""
     recover_s: float | None
-    """From noticing until the work went on (recovered) or until the process had ended (one error)."""
+    """From detection until the work continued (recovered) or the process had ended (one error)."""
     said: str
     """The line that a person reads."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault by name. `deadline_s` is the stated limit for noticing it; `inject` causes it in an empty folder."""
+    """A named fault. `deadline_s` is the stated limit for detecting it; `inject` causes it in an empty folder."""
 
     name: str
     deadline_s: float

@@ -24,7 +24,7 @@ POINTS = 10
 
 
 def fill(disk: Path) -> None:
-    """Leave not a byte on the disk."""
+    """Fill the disk to the last byte."""
     with (disk / "filling").open("wb", buffering=0) as stream:
         block = bytes(1 << 20)
         while block:
@@ -35,12 +35,12 @@ def fill(disk: Path) -> None:
 
 
 def free(disk: Path) -> None:
-    """Give the space back."""
+    """Free the space again."""
     (disk / "filling").unlink()
 
 
 def under_a_stage(small: Small, disk: Path, stage: str, step: int) -> Outcome:
-    """Fill the disk after `step` of a stage, 0 for its beginning: one error, and the same run later gives the same."""
+    """Fill the disk after `step` of a stage (0: at its start): one error, and a later run has the same result."""
     small.forget(stage)
     filling = _AtStep(stage, step, lambda: fill(disk))
     try:
@@ -74,7 +74,7 @@ class _AtStep(Silent):
 
 
 def under_mlflow(disk: Path) -> Outcome:
-    """Fill the disk of MLflow's database and of the spool: training goes on, and no point is missing later."""
+    """Fill the disk of MLflow's database and of the spool: training must continue, and no point may be lost."""
     from mlflow import MlflowClient
 
     from rlhf_core.tracking.mlflow import MlflowTracker

@@ -1,4 +1,4 @@
-"""Find processes that outlive the fault for which they were started, in any session."""
+"""Find processes of any session that outlive the fault for which they were started."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from rlhf_core.processes.warm import end_warm_parent
 
 MARK = "RLHF_FAULT"
 GONE_S = 10.0
-"""For processes to end after what they belonged to was closed."""
+"""Seconds for processes to end after their owner was closed."""
 INTO_IT_S = 1.0
 
 
 class Watch:
-    """Knows what is started under it by a variable of the environment, and the sandbox, which clears that, by its folder."""
+    """Identifies processes by an environment variable, and the sandbox, which clears variables, by its folder."""
 
     def __init__(self, mark: str) -> None:
         self._mark = mark
         self._before = set(_sandboxed())
 
     def living(self) -> list[psutil.Process]:
-        """Return the processes that live now, ours aside."""
+        """The living processes that belong to this watch, without this process."""
         found = [one for one in psutil.process_iter() if one.pid != os.getpid() and self._is_marked(one)]
         return found + [one for one in _sandboxed() if one not in self._before]
 
     def left(self) -> list[psutil.Process]:
-        """Return the processes that do not end within 10 s, after killing them: the next fault begins on a clean table."""
+        """List the processes that do not end within 10 s, and kill them, so that the next fault starts clean."""
         end_warm_parent()
         _, alive = psutil.wait_procs(self.living(), timeout=GONE_S)
         left = [one for one in alive if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
@@ -54,7 +54,7 @@ class Watch:
 @contextlib.contextmanager
 def watched() -> Iterator[Watch]:
     """Mark all processes that are started inside of the block."""
-    end_warm_parent()  # /proc shows the variables of a fork as they were when its parent started
+    end_warm_parent()  # /proc shows a fork's variables from the start of its parent
     before = os.environ.get(MARK)
     os.environ[MARK] = secrets.token_hex(8)
     try:
@@ -67,7 +67,7 @@ def watched() -> Iterator[Watch]:
 
 
 def end_with_the_run(program: str, *arguments: str) -> Outcome:
-    """Kill a run, which is the Python `program`, a second after it has printed a line; all that it started must go too."""
+    """Kill a run (the Python `program`) a second after it has printed a line; all its descendants must end, too."""
     with watched() as watch, subprocess.Popen([sys.executable, "-c", program, *arguments], stdout=-1, text=True) as run:
         assert run.stdout is not None
         run.stdout.readline()
@@ -84,7 +84,7 @@ def end_with_the_run(program: str, *arguments: str) -> Outcome:
 
 
 def _sandboxed() -> list[psutil.Process]:
-    """Return the programs in a sandbox, and their launchers."""
+    """The sandboxed programs, and their launchers."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.AccessDenied, psutil.NoSuchProcess, psutil.ZombieProcess):

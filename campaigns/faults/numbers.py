@@ -1,4 +1,4 @@
-"""Make a training diverge: updates that are not finite are skipped and counted, and too many in a row end the stage."""
+"""Make a training diverge: non-finite updates are skipped and counted, and too many in a row end the stage."""
 
 from __future__ import annotations
 

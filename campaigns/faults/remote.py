@@ -1,4 +1,4 @@
-"""Cause faults of reward servers: a real server in a process of its own misbehaves as the scored answer tells it to."""
+"""Cause faults of reward servers: a real server in a separate process misbehaves as the scored answer instructs it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rlhf_core.errors import RewardError
 TIMEOUT_S = 2.0
 RETRIES = 1
 DEADLINE_S = 2 * (RETRIES + 1) * (2 * TIMEOUT_S + 13)
-"""What the client promises for a batch, and again for the answer that is asked about alone."""
+"""The client's deadline for a batch, and again for the answer that is requested alone."""
 TOKEN_ENV = "FAULTS_REWARD_TOKEN"
 
 SERVER = """
@@ -79,7 +79,7 @@ LEFT_OUT = {
     "answers too many numbers": "rewards for 1 answers",
     "answers no JSON": "invalid JSON",
 }
-"""What happens to one answer -> what its reason must name."""
+"""Fault of one answer -> text that its failure reason must contain."""
 RECOVERED = {
     "answers 500 once": "asked again after 0.25 s, then scored right",
     "is slow within its deadline": "waited for, and scored right",
@@ -88,7 +88,7 @@ RECOVERED = {
 
 @contextmanager
 def _server(port: int = 0, *, temper: Literal["sound", "unruly"] = "unruly") -> Iterator[str]:
-    """Yield the URL of a server; port 0 is any that is free. A sound one misbehaves never."""
+    """Yield the URL of a server; port 0 picks a free one. A "sound" server never misbehaves."""
     command = [sys.executable, "-c", SERVER, str(port), temper]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -99,7 +99,7 @@ def _server(port: int = 0, *, temper: Literal["sound", "unruly"] = "unruly") -> 
 
 
 def _nowhere() -> str:
-    """Return a URL at which nobody listens."""
+    """A URL without a listening server."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return f"http://127.0.0.1:{server.getsockname()[1]}/get_reward"
 
@@ -130,7 +130,7 @@ def _refuses(folder: Path) -> Outcome:
 
 
 def _dies(folder: Path) -> Outcome:
-    """The only server dies in the middle of an answer: one error, and once it is back the same term scores."""
+    """The only server dies while it sends a response: one error, and once it is back the same term scores."""
     with watched() as watch:
         with ExitStack() as closing:
             url = closing.enter_context(_server())
@@ -167,7 +167,7 @@ def _one_of_two_refuses(folder: Path) -> Outcome:
 
 
 def _one_of_two_dies(folder: Path) -> Outcome:
-    """One of two servers dies with an answer half sent; the other one must be asked for it and from then on."""
+    """One of two servers dies while it sends a response; the other one must answer this and all later requests."""
     with _server() as dies, _server(temper="sound") as sound:
         said = "the other one was asked"
         return recovered(_spec(dies, sound), folder, groups("dies", "xx", "xxx", "xxxx"), _query_length, said)

@@ -1,4 +1,4 @@
-"""Cause faults of reward functions, each in its own process as in a run; a sample without a score is never scored 0."""
+"""Cause faults of reward functions, each in a separate process as in a run; a missing score must never become 0."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlhf_core.config.rewards import FunctionReward, OnFailure
 
 TIMEOUT_S = 5.0
 START_S = 20.0
-"""For a process that starts on a busy machine; what a fault costs comes on top."""
+"""Seconds for starting a process on a busy machine; the cost of a fault is added."""
 
 REWARD = """
 import os, re, subprocess, sys, time
@@ -72,7 +72,7 @@ ERRORS = {
     "returns too few": "for 2 generations",
     "returns too many": "for 2 generations",
 }
-"""Mood -> what the error must name."""
+"""Behavior of the function -> text that the error must contain."""
 
 
 def _spec(folder: Path, *, on_failure: OnFailure = "fail", retries: int = 0) -> FunctionReward:
@@ -92,13 +92,13 @@ def _one_error(mood: str, folder: Path) -> Outcome:
 
 
 def _left_out(mood: str, folder: Path) -> Outcome:
-    lost = GROUP if mood in ("returns too few", "returns too many") else 1  # nobody can say whose is missing
+    lost = GROUP if mood in ("returns too few", "returns too many") else 1  # unknown whose score is missing
     spec = _spec(folder, on_failure="invalid")
     return left_out(spec, folder, groups(mood, "x", "xx", "xxx"), _length, named=ERRORS[mood], lost=lost)
 
 
 def _does_not_apply(folder: Path) -> Outcome:
-    """None is an answer: the term does not apply. It is no failure, and no 0 either."""
+    """A score of None means that the term does not apply; it is neither a failure nor 0."""
     spec = _spec(folder, on_failure="invalid")
     answers = groups("returns None", "x", "xx", "xxx")
     return left_out(spec, folder, answers, _length, named="no reward applies", counted=False)

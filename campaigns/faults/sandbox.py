@@ -1,4 +1,4 @@
-"""Cause faults of programs in the sandbox, and of the sandbox itself, through the reward that runs an answer's program.
+"""Cause faults of programs in the sandbox, and of the sandbox itself, through the reward that runs programs of answers.
 
 A program that hits a limit has failed its tests: 0 is its correct reward. A program that the sandbox could not run gets
 no reward.
@@ -29,7 +29,7 @@ TIMEOUT_S = 3.0
 MEMORY_MB = 256
 START_S = 20.0
 DEADLINE_S = TIMEOUT_S + GRACE_S + START_S
-"""Of a program, of starting and ending its sandbox, and of starting what runs the function, on a busy machine."""
+"""Seconds for a program, for starting and ending its sandbox, and for starting its function on a busy machine."""
 
 LABEL = '{"inputs": [""], "outputs": ["good"]}'
 GOOD = 'print("good")'
@@ -123,7 +123,7 @@ with opened(function(program_s=600), Path(sys.argv[1])) as scorer:
 
 @dataclass(frozen=True)
 class Program:
-    """A program that misbehaves, the outcomes that the sandbox may name for it, and what it earns."""
+    """A program that misbehaves, the outcomes that the sandbox may report for it, and its expected reward."""
 
     text: str
     outcomes: tuple[str, ...]
@@ -144,7 +144,7 @@ PROGRAMS = {
 
 
 def function(*, program_s: float = TIMEOUT_S, function_s: float = 120.0) -> FunctionReward:
-    """Return the term that runs programs, each in a batch of its own."""
+    """The reward term that runs programs, each in a separate batch."""
     return FunctionReward(
         function="rlhf_contrib.sandbox.code:code_reward",
         arguments={"timeout_s": program_s, "memory_mb": MEMORY_MB},
@@ -155,7 +155,7 @@ def function(*, program_s: float = TIMEOUT_S, function_s: float = 120.0) -> Func
 
 
 def _contained(program: Program, folder: Path) -> Outcome:
-    """Score the program beside good ones: it must earn what it should, and the good ones 1."""
+    """Score the program together with good ones: it must get its expected reward, and the good ones 1."""
     find_isolation(False)
     with watched() as watch:
         began = time.monotonic()
@@ -189,14 +189,14 @@ def _tries_the_network(folder: Path) -> Outcome:
 
 
 def _launcher_is_killed(folder: Path) -> Outcome:
-    """Kill the sandbox of one answer whenever it is started: it has no reward, though its program would pass."""
+    """Kill the sandbox of one answer on every start: it must have no reward, although its program would pass."""
     answers = groups(WAITS_WITH_THREADS, GOOD, GOOD, GOOD, label=LABEL)
     with _killing_launchers():
         return left_out(function(program_s=20.0), folder, answers, _one, named="its launcher ended without an answer")
 
 
 def _deadline_of_the_function(folder: Path) -> Outcome:
-    """The function is killed with a program running: the program must go too, and its answer has no reward."""
+    """Kill the function while a program runs: the program must end, too, and its answer has no reward."""
     answers = groups(SLEEPS, GOOD, GOOD, GOOD, label=LABEL)
     return left_out(function(program_s=600.0, function_s=10.0), folder, answers, _one, named="took longer than 10 s")
 

@@ -21,17 +21,17 @@ TERM = "mood"
 GROUP = 2
 
 Value = Callable[[str], float]
-"""The right reward of an answer."""
+"""The correct reward of an answer."""
 
 
 def generation(prompt_id: str, text: str, label: str = "") -> Generation:
-    """Return an answer `text` to a prompt."""
+    """An answer `text` to a prompt."""
     prompt = Prompt(prompt_id, (Message("user", "hi"),), label, "faults")
     return Generation(prompt, ids((1,)), Completion(ids((2,)), floats((-1.0,)), text, "stop", 0, 0))
 
 
 def groups(*texts: str, label: str = "") -> list[Generation]:
-    """Return answers to prompts p0, p0, p1, p1 ..."""
+    """Answers to prompts p0, p0, p1, p1 ..."""
     return [generation(f"p{at // GROUP}", text, label) for at, text in enumerate(texts)]
 
 
@@ -51,9 +51,9 @@ def one_error(
     named: str,
     value: Value | None = None,
 ) -> Outcome:
-    """Score `answers` with `on_failure = "fail"`, and look for `named`, the term and the prompt in the error.
+    """Score `answers` with `on_failure = "fail"`; the error must contain `named`, the term and the prompt.
 
-    With `value` the answers but for the first are scored after it, and must have the right reward.
+    With `value`, all answers but the first are scored afterwards and must have the correct reward.
     """
     again, took = True, None
     with watched() as watch:
@@ -86,10 +86,10 @@ def left_out(
     lost: int = 1,
     counted: bool = True,
 ) -> Outcome:
-    """Score `answers` with `on_failure = "invalid"`: the first `lost` have no reward but a reason with `named`.
+    """Score `answers` with `on_failure = "invalid"`: the first `lost` get no reward but a reason with `named`.
 
-    `counted`: as failures of the term. The others must have the right reward, only their whole groups are trained on, and
-    the next batch, without the fault, is scored as if nothing had been.
+    If `counted`, they count as failures of the term. The others must have the correct reward, only whole groups of them
+    are trained on, and the next batch without the fault must be scored normally.
     """
     with watched() as watch:
         with opened(spec, folder) as scorer:
@@ -114,7 +114,7 @@ def left_out(
 def recovered(
     spec: FunctionReward | RemoteReward, folder: Path, answers: Sequence[Generation], value: Value, said: str
 ) -> Outcome:
-    """Score `answers`: all of them must have the right reward."""
+    """Score `answers`: all of them must have the correct reward."""
     with watched() as watch:
         with opened(spec, folder) as scorer:
             began = time.monotonic()
@@ -127,5 +127,5 @@ def recovered(
 
 
 def right(rollouts: Sequence[Rollout], value: Value) -> bool:
-    """Return whether all have the reward that they should have."""
+    """Whether all rollouts have their expected reward."""
     return all(not one.invalid and one.reward == value(one.completion.text) for one in rollouts)

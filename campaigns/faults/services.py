@@ -1,6 +1,6 @@
-"""Cause faults around a run: in Prefect's server, MLflow's, the deployments, their supervisor, the flow's own process.
+"""Cause faults around a run: in Prefect's and MLflow's server, the deployments, their supervisor, the flow's process.
 
-The services are real; the stages are a small `prepare_data` and `sft` on the engines of the flow's process.
+The services are real; the stages are a small `prepare_data` and `sft` with in-process engines.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ model = {type = "init", vocab_size = 400, hidden_size = 32, layers = 1, heads = 
 loop = {batch_size = 8, epochs = 4}
 """
 PATIENCE_S = 300.0
-"""Nothing below should take nearly as long; what does is not handled."""
+"""Seconds. Nothing below should take nearly as long; a fault that does is not handled."""
 SEEN_S = 5.0
-"""Until the supervisor, too, has seen that a service is well: one that was never well has START_TIMEOUT_S to get so."""
+"""Seconds until the supervisor, too, has seen that a service is healthy. Until then START_TIMEOUT_S applies to it."""
 DEATH_S = 10.0
 HANG_S = 75.0
-"""Four questions, ten seconds apart and five seconds long, with some slack."""
+"""Four probes, ten seconds apart and up to five seconds long, with some slack."""
 
 PREFECT = "pipelines.services.prefect_server"
 MLFLOW = "mlflow"
 DEPLOYMENTS = "pipelines.prefect_flows.deployments"
 NAMES = {PREFECT: "prefect", MLFLOW: "mlflow", DEPLOYMENTS: "deployments"}
-"""A word of a service's command -> what the supervisor calls it."""
+"""A word of a service's command -> the supervisor's name for it."""
 
 
 # ---------------------------------------------------------------- services of `rlhf up`
@@ -61,7 +61,7 @@ NAMES = {PREFECT: "prefect", MLFLOW: "mlflow", DEPLOYMENTS: "deployments"}
 
 @cache
 def _home() -> Home:
-    """A state folder whose services are up, shared by the faults below; they stop with this program."""
+    """A state folder with running services, shared by the faults below; they stop with this program."""
     folder = tempfile.mkdtemp(prefix="faults-")
     home = Home(Path(folder))
     _cli(home, "up")
@@ -70,7 +70,7 @@ def _home() -> Home:
 
 
 def _service(home: Home, name: str) -> psutil.Process:
-    """Return the leash of a service, by a word of its command."""
+    """The guard process of a service, found by a word of its command."""
     found = running(home)
     if found is not None:  # the supervisor may be between two children
         for child in psutil.Process(found.pid).children():
@@ -80,14 +80,14 @@ def _service(home: Home, name: str) -> psutil.Process:
 
 
 def _served(home: Home, name: str) -> Callable[[], bool]:
-    """Return how to ask whether a service does what it is for."""
+    """A function that checks whether a service works."""
     found = running(home)
     assert found is not None
     mark, now = home.root / "deployments.ready", time.time()
     checks: dict[str, Callable[[], bool]] = {
         PREFECT: lambda: healthy(found.health["prefect"]),
         MLFLOW: lambda: healthy(found.health["mlflow"]),
-        DEPLOYMENTS: lambda: mark.exists() and mark.stat().st_mtime > now,  # the one before has left its mark
+        DEPLOYMENTS: lambda: mark.exists() and mark.stat().st_mtime > now,  # the previous process has left its file
     }
     return checks[name]
 
@@ -125,7 +125,7 @@ def _hit_service(name: str, number: signal.Signals) -> Outcome:
 
 
 def _prefect_dies_in_a_served_run(folder: Path) -> Outcome:
-    """The flow of a deployment goes on, and its end is written down when the server is back."""
+    """The flow of a deployment continues, and its end is recorded when the server is back."""
     home = _home()
     found = running(home)
     assert found is not None
@@ -166,7 +166,7 @@ def _kill_supervisor(folder: Path) -> Outcome:
 
 
 def _stop_supervisor(folder: Path) -> Outcome:
-    """SIGTERM while a deployment runs: its run is marked, `rlhf up` and `rlhf resume` take it to its end."""
+    """SIGTERM while a deployment runs: its run is marked, and `rlhf up` and `rlhf resume` complete it."""
     home = Home(folder)
     _cli(home, "up")
     found = running(home)
@@ -193,14 +193,14 @@ def _stop_supervisor(folder: Path) -> Outcome:
 
 
 class Api(NamedTuple):
-    """Where our Prefect server is, and what it asks for."""
+    """Address and credentials of the test's Prefect server."""
 
     url: str
     auth: str
 
 
 def _trigger(api: Api) -> str:
-    """Start the deployment of the stage `prepare_data`; return the id of its run."""
+    """Start the deployment of the stage `prepare_data`; returns the id of its run."""
     (deployment,) = _post(api, "/deployments/filter", {"deployments": {"name": {"any_": ["prepare-data"]}}})
     return str(_post(api, f"/deployments/{deployment['id']}/create_flow_run", {})["id"])
 
@@ -209,7 +209,7 @@ def _comes_to(api: Api, run: str, state: str) -> bool:
     def there() -> bool:
         try:
             return bool(_state(api, run)["type"] == state)
-        except OSError:  # the server is away just now
+        except OSError:  # the server is unreachable at the moment
             return False
 
     return wait_for(there, PATIENCE_S)
@@ -241,7 +241,7 @@ def _kill_flow(folder: Path) -> Outcome:
 
 
 def _hit_private_server(folder: Path, number: signal.Signals) -> Outcome:
-    home = Home(folder / f"private_{number.name}")  # of its own: a run of hits starts no server
+    home = Home(folder / f"private_{number.name}")  # a separate one: a run with only hits starts no server
     with _running(home, folder) as (process, lines):
         _until(lines, "prepare_data: RUN")
         (leash,) = [child for child in family(process.pid) if _is_leash(child)]
@@ -250,7 +250,7 @@ def _hit_private_server(folder: Path, number: signal.Signals) -> Outcome:
             child.send_signal(number)
         said = _until(lines, "the Prefect server of this run")
         noticed = time.monotonic() if said else None
-        for _ in lines:  # to its end
+        for _ in lines:  # read to the end
             continue
         status = process.wait(PATIENCE_S)
         recovered = time.monotonic()
@@ -263,7 +263,7 @@ def _hit_private_server(folder: Path, number: signal.Signals) -> Outcome:
 
 
 def _mlflow_away(folder: Path, number: signal.Signals) -> Outcome:
-    """MLflow's server dies or hangs, and nobody starts it again: the run must end well, its records wait."""
+    """MLflow's server dies or hangs and is not restarted: the run must end well, and its records are kept for later."""
     home = Home(folder / f"away_{number.name}").make()
     listener = bound_port(MLFLOW_PORT)
     url = f"http://127.0.0.1:{port_of(listener)}"
@@ -312,7 +312,7 @@ def _profile(folder: Path) -> Path:
 
 @contextmanager
 def _running(home: Home, folder: Path, **changes: str) -> Iterator[tuple[subprocess.Popen[str], Iterator[str]]]:
-    """A run of the small profile in a process of its own, and the lines that it prints; killed at the end."""
+    """A run of the small profile in a separate process, and its output lines; killed at the end."""
     command = [sys.executable, "-m", "pipelines.cli.main", "run", str(_profile(folder))]
     environment = _environment(home, **changes)
     pipe = subprocess.PIPE
@@ -326,12 +326,12 @@ def _running(home: Home, folder: Path, **changes: str) -> Iterator[tuple[subproc
 
 
 def _until(lines: Iterator[str], beginning: str) -> str:
-    """Read to the line with this text; return it, or an empty text if the run ended first."""
+    """Read up to the line with this text; returns the line, or "" if the run ended first."""
     return next((line.strip() for line in lines if beginning in line), "")
 
 
 def _is_leash(process: psutil.Process) -> bool:
-    """Return whether this is what holds the Prefect server of a run."""
+    """Whether this is the process that guards the Prefect server of a run."""
     words = " ".join(process.cmdline())
     return "pipelines.services.parent_death_guard" in words and PREFECT in words
 
@@ -341,7 +341,7 @@ def _at_work(process: psutil.Process) -> bool:
 
 
 def _post(api: Api, path: str, body: dict[str, Any]) -> Any:
-    """Ask Prefect's server; for a minute again if its database is busy."""
+    """POST to Prefect's server; retried for a minute if its database is busy."""
     headers = {"content-type": "application/json", "authorization": f"Basic {basic(api.auth)}"}
     request = urllib.request.Request(f"{api.url}/api{path}", json.dumps(body).encode(), headers)
     deadline = time.monotonic() + 60

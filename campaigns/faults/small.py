@@ -1,4 +1,4 @@
-"""Run a two-stage pipeline, small enough to be broken many times, with Ray, DeepSpeed and vLLM; check its faults."""
+"""Run a two-stage pipeline, small enough to break many times, with Ray, DeepSpeed and vLLM; check its faults."""
 
 from __future__ import annotations
 
@@ -52,16 +52,16 @@ function = "rlhf_core.rewards.verifiable:finished"
 
 
 def small_config(folder: Path, overrides: tuple[str, ...] = ()) -> PipelineConfig:
-    """Return the configuration of the small pipeline; its profile is written into `folder`."""
+    """The configuration of the small pipeline, whose profile is written into `folder`."""
     path = folder / "faults.toml"
     path.write_text(SMALL, encoding="utf-8")
     return load_profile(path, overrides)
 
 
 class Faulty(Silent):
-    """Causes a fault shortly after `stage` has reported `step`, and notes when what happened.
+    """Causes a fault shortly after `stage` has reported `step`, and records the times of the following events.
 
-    From then until it is noticed every step takes `pause_s` longer: a stage this small might end before.
+    From the fault until its detection, every step takes `pause_s` longer, because such a small stage might end before.
     """
 
     def __init__(self, stage: str, step: int, cause: Callable[[], None], pause_s: float) -> None:
@@ -87,15 +87,15 @@ class Faulty(Silent):
         self._cause()
 
     def hear(self, message: str) -> None:
-        """Note the first warning that a stage is tried again."""
+        """Record the first warning that a stage is retried."""
         if self.noticed_at is None and self.caused_at is not None:
             self.noticed_at, self.said = time.monotonic(), message
 
     def outcome(self, problem: str) -> Outcome:
-        """Return what came of it, at the end of the run: recovered, unless there is a `problem`."""
+        """The outcome at the end of the run: recovered, unless there is a `problem`."""
         if self.caused_at is None or self.noticed_at is None or problem:
             return Outcome("not handled", None, None, problem or "the fault went by without a sign of it")
-        went_on = self.went_on_at or time.monotonic()  # the end, where no step was left
+        went_on = self.went_on_at or time.monotonic()  # the end of the run if no step was left
         return Outcome("recovered", self.noticed_at - self.caused_at, went_on - self.noticed_at, self.said)
 
 
@@ -109,7 +109,7 @@ class _Hearing(logging.Handler):
 
 
 class Small:
-    """The small pipeline with warm engines, its store, and the digests of a run in peace."""
+    """The small pipeline with warm engines, its store, and the digests of an undisturbed run."""
 
     def __init__(self, folder: Path, overrides: tuple[str, ...] = ()) -> None:
         self.config = small_config(folder, overrides)
@@ -119,20 +119,20 @@ class Small:
         self.digests: Mapping[str, str] = {}
 
     def run(self, listener: Silent) -> dict[str, str]:
-        """Run what is not in the store; return label -> digest."""
+        """Run the stages that are not in the store; returns label -> digest."""
         context = RunContext(self.config, RunOptions(), self.store, MemoryTracker(), listener)
         run = PipelineRun(context, LocalExecutor(context, self.runtime))
         made = run_stages(run, lifecycle, run.directly, tags={})
         return {label: ref.digest for label, ref in made.items()}
 
     def forget(self, label: str) -> None:
-        """Take the result of a stage out of the store, so that it runs again."""
+        """Remove the result of a stage from the store, so that it runs again."""
         for record in self.store.records():
             if record.label == label:
                 discard(self.store.shared, name_of(record.key))
 
     def recover(self, stage: str, step: int, cause: Callable[[], None], *, pause_s: float = 0.0) -> Outcome:
-        """Cause a fault in `stage` after `step`; return what came of it. The digests must be those of peace."""
+        """Cause a fault in `stage` after `step`; returns the outcome. The digests must equal the undisturbed run's."""
         if not self.digests:
             self.digests = self.run(Silent())
         self.forget(stage)

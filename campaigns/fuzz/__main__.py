@@ -4,14 +4,14 @@
     python -m campaigns.fuzz --count 300 --only rows --seed 1
     python -m campaigns.fuzz --only rows --seed 0 --first 4711 --count 1    # one input again, with its whole traceback
 
-| target | what is damaged | what is done with it |
+| target | damaged input | use |
 |---|---|---|
-| `profiles` | TOML files, what they extend, `--set` | loaded, some planned |
+| `profiles` | TOML files, profiles they extend, `--set` | loaded, some planned |
 | `rows` | JSONL, JSON, CSV, Parquet, Arrow, gz of those, in every format | made into tables; every row must be accounted for |
-| `scripts` | OpenRLHF command lines | translated, and what comes out loaded |
+| `scripts` | OpenRLHF command lines | translated, and the profile loaded |
 | `store` | records, leases, manifests, checkpoints, attempts, pins, notes, objects | plan, explain, runs, ls, verify, gc, reconcile |
 
-Each target runs in a process of its own. If an input kills or hangs it, the input is a finding, and the next process
+Each target runs in a separate process. If an input kills or hangs it, the input is a finding, and the next process
 continues with the input after it. The exit status is 1 if there are findings.
 """
 
@@ -36,14 +36,14 @@ from campaigns.fuzz.campaign import FATES, Result, run
 TARGETS = ("profiles", "rows", "scripts", "store")
 LIMIT_S = 10.0
 MEMORY_BYTES = 4 * 2**30
-"""A damaged table may ask for any amount; beyond this it is refused to the process."""
+"""A damaged table may request any amount of memory; allocations beyond this limit fail."""
 SILENCE_S = 900.0
-"""For the imports and what a target prepares, and for an input that holds the interpreter in foreign code."""
+"""Seconds for imports and the target's setup, and for an input that blocks the interpreter in native code."""
 
 
 @dataclass
 class Tally:
-    """The results of one target: how many of each fate, and the first input of each finding."""
+    """The results of one target: the count of each fate, and the first input of each finding."""
 
     fates: Counter[str] = field(default_factory=Counter)
     found: dict[str, list[Result]] = field(default_factory=dict)
@@ -71,7 +71,7 @@ def main() -> int:
 
 
 def results(name: str, seed: int, first: int, count: int) -> Iterator[Result]:
-    """Yield the results of a target from processes of its own, one at a time."""
+    """Yield the results of a target from separate processes, one at a time."""
     end = first + count
     while first < end:
         arguments = [
@@ -99,7 +99,7 @@ def results(name: str, seed: int, first: int, count: int) -> Iterator[Result]:
 
 
 def work(name: str, seed: int, first: int, count: int) -> int:
-    """Print one line of JSON per input: the process that the others start."""
+    """Print one line of JSON per input. This runs in the processes that `results` starts."""
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
     answers = sys.stdout
     sys.stdout = sys.stderr
@@ -111,7 +111,7 @@ def work(name: str, seed: int, first: int, count: int) -> int:
 
 
 def show(tallies: dict[str, Tally], *, seed: int, first: int) -> None:
-    """Print the table, and each finding once with the command that brings it back."""
+    """Print the table, and each finding once with the command that reproduces it."""
     print(f"\n| target (seed {seed}, from {first}) | inputs | " + " | ".join(f"{fate}s" for fate in FATES) + " |")
     print("|---|---|" + "---|" * len(FATES))
     for name, tally in tallies.items():
@@ -123,7 +123,7 @@ def show(tallies: dict[str, Tally], *, seed: int, first: int) -> None:
 
 
 def _lines(process: subprocess.Popen[str]) -> Iterator[Result]:
-    """Yield what the process prints, and kill it where nothing comes for too long."""
+    """Yield the results that the process prints, and kill it if it is silent for too long."""
     assert process.stdout is not None
     stream = process.stdout
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()

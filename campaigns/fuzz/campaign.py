@@ -18,24 +18,24 @@ from rlhf_core.errors import RlhfError
 Fate = Literal["clear error", "right", "traceback", "hang"]
 FATES: tuple[Fate, ...] = ("clear error", "right", "traceback", "hang")
 PATIENCE = 30
-"""A machine that has others to serve gives a process a small part of its time."""
+"""Factor of wall time over CPU time, because a busy machine gives each process only a part of its time."""
 ROOT = Path(__file__).resolve().parents[2]
 
 
 class Wrong(Exception):
-    """Something was made of an input, and not the right thing."""
+    """An input was accepted with a wrong result."""
 
 
 class Target(Protocol):
-    """Something that is given damaged inputs; it works in a folder of its own."""
+    """Code under test that receives damaged inputs; it works in a separate folder."""
 
     def attempt(self, rng: random.Random) -> None:
-        """Make one input and use it. Returns if the result is right; RlhfError is a clear error, anything else a finding."""
+        """Create one input and use it. Returns if the result is right; RlhfError is clear, the rest are findings."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What became of one input. `where` tells findings apart: the error's class and our last line below it."""
+    """The fate of one input. `where` identifies findings: the error's class and the last project line it passed."""
 
     number: int
     fate: Fate
@@ -46,7 +46,7 @@ class Result:
 def run(
     name: str, make: Callable[[Path], Target], *, seed: int, first: int, count: int, limit_s: float
 ) -> Iterator[Result]:
-    """Yield the results of the inputs `first` to `first + count - 1`; each depends on `name`, `seed` and its number alone."""
+    """Yield results of inputs `first` to `first + count - 1`; each depends only on `name`, `seed` and its number."""
     with tempfile.TemporaryDirectory(prefix="rlhf-fuzz-") as folder:
         target = make(Path(folder))
         for number in range(first, first + count):
@@ -67,12 +67,12 @@ def _attempted(target: Target, rng: random.Random, number: int, limit_s: float) 
 
 
 class _Late(BaseException):
-    """Not an Exception: what catches those must not catch it."""
+    """Derives from BaseException so that handlers of Exception do not catch it."""
 
 
 @contextmanager
 def _limited(seconds: float) -> Iterator[None]:
-    """Raise `_Late` in the block after `seconds` of computing, or after `PATIENCE` times as long by the clock."""
+    """Raise `_Late` in the block after `seconds` of CPU time, or after `PATIENCE` times as long in wall time."""
 
     def late(signum: int, frame: FrameType | None) -> None:
         raise _Late
@@ -90,7 +90,7 @@ def _limited(seconds: float) -> Iterator[None]:
 
 
 def _where(error: BaseException) -> str:
-    """Return the error's class and the last of our own lines that it went through."""
+    """The error's class and the last project line in its traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = [
         frame for frame in frames if Path(frame.filename).is_relative_to(ROOT) and "site-packages" not in frame.filename

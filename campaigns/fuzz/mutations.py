@@ -1,4 +1,4 @@
-"""Damage bytes and values as real files and user input are damaged. All damage follows from one random generator."""
+"""Damage bytes and values in the ways of real files and user input. One random generator determines all damage."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 DIGITS = "9" * 5000
-"""More than Python turns into a whole number by itself."""
+"""Number with more digits than Python converts to an int by default."""
 DEPTH = 3000
-"""Brackets deeper than Python's stack."""
+"""Nesting of brackets that exceeds Python's stack."""
 RAW = {
     "@digits@": DIGITS,
     "@deep@": "[" * DEPTH + "]" * DEPTH,
@@ -18,7 +18,7 @@ RAW = {
     "@nan@": "NaN",
     "@inf@": "-Infinity",
 }
-"""What stands in a tree as this text, and in a file as that: no writer of JSON or TOML would write it."""
+"""Marks in a tree -> text in the file that replaces them, which no JSON or TOML writer would produce."""
 
 SNIPPETS = (
     *(b"", b"\0", b"\r\n", b"\r", b"\xef\xbb\xbf", b"\xff\xfe", b"\xc3", b"\xed\xa0\x80", b"\x1b[31m", b"\xe2\x80\xa8"),
@@ -102,19 +102,19 @@ ODD_VALUES: tuple[Any, ...] = (
 
 
 def damaged(data: bytes, rng: random.Random) -> bytes:
-    """Return `data` with one to three damages."""
+    """`data` with one to three kinds of damage."""
     for _ in range(rng.choice((1, 1, 2, 3))):
         data = rng.choice(_DAMAGES)(data, rng)
     return data
 
 
 def odd(rng: random.Random) -> Any:
-    """Return a value that hardly anyone expects."""
+    """A value that programs rarely expect."""
     return copy.deepcopy(rng.choice(ODD_TEXTS) if rng.random() < 0.5 else rng.choice(ODD_VALUES))
 
 
 def changed(tree: Any, rng: random.Random) -> Any:
-    """Return a copy of `tree` (tables, lists and plain values) with one to three of its values changed."""
+    """A copy of `tree` (tables, lists and plain values) with one to three of its values changed."""
     tree = copy.deepcopy(tree)
     for _ in range(rng.choice((1, 1, 2, 3))):
         places = list(_places(tree))
@@ -126,7 +126,7 @@ def changed(tree: Any, rng: random.Random) -> Any:
 
 
 def written(text: str) -> str:
-    """Return a text of JSON or TOML with what no writer writes in place of its marks."""
+    """JSON or TOML text in which marks are replaced by text that no writer would produce."""
     for mark, raw in RAW.items():
         text = text.replace(f'"{mark}"', raw)
     return text
@@ -136,7 +136,7 @@ def written(text: str) -> str:
 
 
 def _places(tree: Any) -> list[tuple[Any, Any]]:
-    """Return each table or list with each of its keys."""
+    """Each table or list with each of its keys."""
     found: list[tuple[Any, Any]] = []
     waiting = [tree]
     while waiting:

@@ -1,4 +1,4 @@
-"""Damage profiles: TOML files as bytes and as values, what they extend, and `--set`."""
+"""Damage profiles: TOML files as bytes and as values, the profiles that they extend, and `--set`."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from pipelines.flows.profile import PipelineConfig, load_profile, parse, profile
 from rlhf_core.store.artifacts import ArtifactStore
 
 PLANNED = 0.05
-"""Share of the sound ones that are planned too, which reads the stages' code."""
+"""Fraction of the valid profiles that are also planned, which reads the stages' code."""
 NAMES = ("extends", "name", "ppo", "ppo.kl_coef", "data", "runtime", "type", "sft.loop", "rewards.terms.x", "a", "")
 
 
 class Target:
-    """Damaged profiles, and sound ones with damaged changes."""
+    """Damaged profiles, and valid ones with damaged overrides."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._shipped = [(shipped_profiles() / f"{name}.toml").read_bytes() for name in profile_names()]
 
     def attempt(self, rng: random.Random) -> None:
-        """Load one profile, and see that what is loaded outlives being written down."""
+        """Load one profile, and check that the configuration survives a round trip through a file."""
         path = self._folder / "profile.toml"
         kind = rng.randrange(4)
         if kind == 0:
@@ -48,7 +48,7 @@ class Target:
             self._plan(config)
 
     def _write_chain(self, path: Path, rng: random.Random) -> None:
-        """Write a profile that extends another, or tries to."""
+        """Write a profile that extends another, or that tries to."""
         base = self._folder / "base.toml"
         named: Any = rng.choice(
             ("base.toml", "profile.toml", "tiny/full", "tiny", ".", "", "/", "/dev/null", "a\0b", odd(rng))
@@ -63,7 +63,7 @@ class Target:
 
 
 def override(rng: random.Random) -> str:
-    """Return what might stand behind `--set`."""
+    """A possible value of `--set`."""
     key = rng.choice(NAMES)
     if rng.random() < 0.2:
         return damaged(f"{key}=1".encode(), rng).decode("utf-8", "surrogateescape")
@@ -73,12 +73,12 @@ def override(rng: random.Random) -> str:
 
 
 def toml(tree: dict[str, Any]) -> str:
-    """Return a tree as TOML, each of its top keys on a line of its own."""
+    """A tree as TOML, with each top-level key on a separate line."""
     return written("".join(f"{_key(name)} = {literal(value)}\n" for name, value in tree.items()))
 
 
 def literal(value: Any) -> str:
-    """Return a value as TOML; what TOML has not becomes text."""
+    """A value as TOML; values that TOML cannot express become text."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, (int, float)):

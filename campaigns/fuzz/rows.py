@@ -1,4 +1,4 @@
-"""Damage rows in every format and file type: as values before they are written, as bytes afterwards, or both."""
+"""Damage rows in every format and file type: as values before writing, as bytes afterwards, or both."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from rlhf_core.errors import RlhfError
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow", ".jsonl.gz", ".json.gz", ".csv.gz")
 BATCH = 3
-"""Rows of a piece of a table: a row with a date that nothing can read has neighbors."""
+"""Rows per piece of a table, so that a row with an unreadable date has neighbors."""
 TURNS = [{"role": "user", "content": "What is 6 times 7?"}, {"role": "assistant", "content": "It is 42."}]
 SHARE = [{"from": "human", "value": "What is 6 times 7?"}, {"from": "gpt", "value": "It is 42."}]
 TOOLS = [{"type": "function", "function": {"name": "add"}}]
@@ -64,7 +64,7 @@ class Target:
         self._folder = folder
 
     def attempt(self, rng: random.Random) -> None:
-        """Read one file of rows, account for each, and make tables of them."""
+        """Read one file of rows, account for each row, and build tables from them."""
         rows = self._rows(rng)
         suffix = rng.choice(SUFFIXES)
         path = self._folder / f"rows{suffix}"
@@ -77,11 +77,11 @@ class Target:
             decontaminate=rng.choice(("off", "prompt", "ngram")),
             max_bad_fraction=rng.choice((0.0, 0.3, 1.0)),
         )
-        self._account(config, len(rows) if whole and any(rows) else None)  # rows without columns are none in a table
+        self._account(config, len(rows) if whole and any(rows) else None)  # rows without columns vanish in a table
         self._make(config)
 
     def _rows(self, rng: random.Random) -> list[dict[str, Any]]:
-        """Return rows of one format, or of several; few of them are sound everywhere, few damaged everywhere."""
+        """Generate rows in one format or several; few are valid everywhere, few are damaged everywhere."""
         formats = rng.sample(ROWS, k=1 if rng.random() < 0.8 else 3)
         rows = [dict(rng.choice(formats)) for _ in range(rng.randrange(1, 9))]
         for at, row in enumerate(rows):
@@ -93,7 +93,7 @@ class Target:
         return rows
 
     def _account(self, config: Files, written_rows: int | None) -> None:
-        """Read all rows: each is an example, a tie or malformed, and each text of an example is one of its row."""
+        """Read all rows: each is an example, a tie or malformed, and each text of an example must be in its row."""
         source, report = config.sources[0], DropReport()
         try:
             examples = read_examples(source, max_bad_fraction=1.0, report=report)
@@ -111,7 +111,7 @@ class Target:
             _compare(example, by_origin[example.origin])
 
     def _make(self, config: Files) -> None:
-        """Make tables, write those that are small, and read them again."""
+        """Build tables, write the small ones, and read them again."""
         tables, origins = make_tables(config, seed=0, report=DropReport())
         if any(row.id not in origins for rows in tables.named().values() for row in rows):
             raise Wrong("a row of a table comes from nowhere")
@@ -128,7 +128,7 @@ class Target:
 
 
 def packed(rows: Sequence[dict[str, Any]], suffix: str, rng: random.Random) -> bytes:
-    """Return the file that holds `rows`."""
+    """A file with the content `rows`."""
     kind, zipped = suffix.removesuffix(".gz"), suffix.endswith(".gz")
     if kind == ".jsonl":
         data = "".join(written(json.dumps(row, ensure_ascii=rng.random() < 0.8)) + "\n" for row in rows)
@@ -154,7 +154,7 @@ def _csv(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _table(rows: Sequence[dict[str, Any]], kind: str, rng: random.Random) -> bytes:
-    """Return a Parquet or Arrow file of the rows; values that a column cannot hold beside the others are text there."""
+    """A Parquet or Arrow file of the rows; values that do not fit the type of their column are stored as text."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     columns = {name: _column([row[name] if name in row else None for row in rows]) for name in names}
     if rng.random() < 0.2:
@@ -175,7 +175,7 @@ def _column(values: list[Any]) -> pa.Array:
         column = pa.array(values)
         pq.write_table(
             pa.table([column], names=["column"]), pa.BufferOutputStream()
-        )  # a table without fields cannot be
+        )  # a table without fields is impossible
     except (pa.ArrowException, OverflowError, TypeError, ValueError):
         return pa.array([None if one is None else _text(one) for one in values], pa.string())
     return column
@@ -186,7 +186,7 @@ def _text(value: Any) -> str:
 
 
 def _times(count: int, rng: random.Random) -> pa.Array:
-    """Return dates, some of them beyond those that Python has, or times of a zone that nobody knows."""
+    """Dates, some of them beyond Python's range, or times in an unknown zone."""
     days = [rng.choice((0, 1, 10**6, 10**8, -(10**8))) for _ in range(count)]
     kind = rng.choice(
         (pa.date32(), pa.timestamp("ms", "Nowhere/Atoll"), pa.timestamp("ms"), pa.duration("ms"), pa.binary())
@@ -198,7 +198,7 @@ def _times(count: int, rng: random.Random) -> pa.Array:
 
 
 def _compare(example: Example, row: dict[str, Any]) -> None:
-    """Raise Wrong where an example has a text that its row has not, or another label."""
+    """Raise Wrong if an example has a text that is not in its row, or a different label."""
     there = "\n".join(_texts(row))
     for message in (*example.prompt, *example.chosen, *example.rejected):
         if message.content not in there and "\n".join(example.steps) != message.content:

@@ -16,7 +16,7 @@ from pipelines.flows.profile import load_profile
 from rlhf_contrib.openrlhf.flags import COMMANDS
 from rlhf_contrib.openrlhf.translate import import_script
 
-# As people write them, for OpenRLHF 0.6 to 0.10; the translator's tests have them, too.
+# Typical scripts for OpenRLHF 0.6 to 0.10; the translator's tests also use them.
 SFT_06 = r"""
 set -x
 read -r -d '' training_commands <<EOF
@@ -90,7 +90,7 @@ class Target:
         self._flags = sorted({flag for script in SCRIPTS for flag in re.findall(r"--[\w.]+", script)})
 
     def attempt(self, rng: random.Random) -> None:
-        """Translate one script, and load the profile that comes of it."""
+        """Translate one script, and load the resulting profile."""
         script, profile = self._folder / "script.sh", self._folder / "made.toml"
         for path in (profile, profile.with_suffix(".jinja")):
             path.unlink(missing_ok=True)
@@ -104,7 +104,7 @@ class Target:
             raise Wrong(f"no flag is accounted for: {script.read_bytes()[:1000]!r}")
 
     def _other_words(self, data: bytes, rng: random.Random) -> bytes:
-        """Return a script with some of its words taken out, doubled or replaced by other flags, commands and values."""
+        """A script with some words removed, doubled, or replaced by other flags, commands and values."""
         for _ in range(rng.choice((1, 2, 4))):
             words = list(_WORD.finditer(data))
             if not words:

@@ -41,11 +41,11 @@ PROFILE = "tiny/rlvr"
 FINISHED = ("prepare_data", "sft")
 KILLED = "ppo"
 VERBS = 4
-"""Verbs that look at each damaged store: some of them mend it, which the next ones then see."""
+"""Number of verbs run on each damaged store; some of them repair it, which the next ones then see."""
 TABLES = "tables"
-"""The folder of a store whose files begin with a line that is the checksum of the rest."""
+"""Folder of a store whose files begin with a line that is the checksum of the rest."""
 GONE = 2**22 + 1
-"""The number of a process that no machine has: the kernel's largest is 2**22."""
+"""A process id that no machine has; the kernel's maximum is 2**22."""
 
 
 class Target:
@@ -59,7 +59,7 @@ class Target:
         self._files = sorted(path.relative_to(self._sound) for path in self._sound.rglob("*") if path.is_file())
 
     def attempt(self, rng: random.Random) -> None:
-        """Damage one to three files and let some of the verbs look at the store, one after the other."""
+        """Damage one to three files and run some of the verbs on the store, one after the other."""
         self._copy()
         touched = [self._damage(rng.choice(self._files), rng) for _ in range(rng.choice((1, 1, 2, 3)))]
         refused: list[Exception] = []
@@ -74,7 +74,7 @@ class Target:
             raise refused[0]
 
     def _copy(self) -> None:
-        """Put the sound store in the place of the last one; it holds no file that cannot be written to."""
+        """Replace the last store by a copy of the valid one; the copy has no read-only files."""
         shutil.rmtree(self._root, ignore_errors=True)
         shutil.copytree(self._sound, self._root)
 
@@ -115,7 +115,7 @@ class Target:
         list(reconcile_store(ArtifactStore(self._root)))
 
     def _latest(self) -> None:
-        """Look at what later runs look at, beside the verbs."""
+        """Read the data that later runs read, in addition to the verbs."""
         store = ArtifactStore(self._root)
         store.latest("sft")
         roots.pins(store.shared)
@@ -126,7 +126,7 @@ class Target:
             checkpoints.best()
 
     def _check_sound(self, touched: Sequence[Path]) -> None:
-        """Raise Wrong where an object that is not what was written counts as sound."""
+        """Raise Wrong if a changed object counts as valid."""
         try:
             store = ArtifactStore(self._root)
             store.verify()
@@ -146,7 +146,7 @@ class Target:
 
 @dataclass
 class Builder:
-    """A `RunStage` that gives some stages a made-up result, and one a past."""
+    """A `RunStage` that gives some stages a made-up result, and one stage a history."""
 
     store: ArtifactStore
 
@@ -161,7 +161,7 @@ class Builder:
 
 
 def make_store(store: ArtifactStore, outside: Path) -> None:
-    """Fill `store` with one file, at least, of each kind that a store may hold."""
+    """Fill `store` with at least one file of each kind that a store may contain."""
     config = load_profile(PROFILE)
     with suppress(ReachedUntil):
         lifecycle(config, Stages(Builder(store), seed=config.seed, runtime=config.runtime))
@@ -216,7 +216,7 @@ def _finish(store: ArtifactStore, spec: StageSpec, target: KeyTarget, kind: type
 
 
 def _leave(store: ArtifactStore, spec: StageSpec, target: KeyTarget) -> None:
-    """Leave what a killed process leaves: a lease, an attempt that runs, checkpoints and unfinished work."""
+    """Leave the remains of a killed process: a lease, a running attempt, checkpoints and unfinished work."""
     with store.lease(target.key) as lease:
         folder = store.attempts(target.key, lease)
         attempt = attempts.begin(folder, label=spec.label, resumed_from=None, code=target.code)

@@ -1,8 +1,9 @@
-"""Use a NeMo Gym resources server by its protocol: we are the agent, the server has the tools and the verifier.
+"""Use a NeMo Gym resources server by its protocol: this module is the agent, the server has tools and verifier.
 
-An episode is `POST /seed_session` (its cookie names the session), `POST /<tool>` for each call that the policy makes, and
-`POST /verify` with the whole conversation in the form of OpenAI's Responses. Each of the policy's items carries its tokens and
-log-probabilities as they were sampled. A sample that the server masks (`mask_sample`) has failed; it has no reward.
+An episode is `POST /seed_session` (its cookie identifies the session), `POST /<tool>` for each call that the policy
+makes, and `POST /verify` with the whole conversation in the form of OpenAI's Responses. Each of the policy's items
+carries its sampled tokens and log-probabilities. A sample that the server masks (`mask_sample`) has failed and has no
+reward.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +26,7 @@ from rlhf_core.types import label_fields
 SESSION = ProgramSession
 ROUTES = ("/seed_session", "/verify")
 SHOWN_CHARACTERS = 500
-"""Of a server's answer that is an error."""
+"""Maximum length of a server's error in messages."""
 
 
 class Verified(BaseModel):
@@ -39,7 +40,7 @@ class Verified(BaseModel):
 
 
 def open_agent(config: NemoGymAgent, *, tokenizer: str, **_: Any) -> Program:
-    """Probe the server; return its episodes as a program. ConfigError if it is no resources server."""
+    """Probe the server and wrap its episodes as a program. ConfigError if it is not a resources server."""
     with httpx.Client(base_url=config.url, headers=authorization(config), timeout=PROBE_TIMEOUT_S) as client:
         described = get_object(client, "/openapi.json")
     lacking = [route for route in ROUTES if route not in described.get("paths", {})]
@@ -56,7 +57,7 @@ def open_agent(config: NemoGymAgent, *, tokenizer: str, **_: Any) -> Program:
 
 
 async def play(client: httpx.AsyncClient, task: Mapping[str, Any], conversation: Conversation) -> ProgramResult:
-    """Run a task; `client` keeps the session's cookie."""
+    """Run one task; `client` keeps the session's cookie."""
     params = task["responses_create_params"]
     messages: list[dict[str, Any]] = [dict(message) for message in params["input"]]
     tools = [chat_tool(tool) for tool in params.get("tools", ())]
@@ -79,7 +80,7 @@ async def play(client: httpx.AsyncClient, task: Mapping[str, Any], conversation:
                 )
             ]
     except EpisodeCut:
-        conversation.cut = True  # the server judges what there is
+        conversation.cut = True  # the server judges the answer so far
     answer = await posted(client, "/verify", {**task, "response": response_of(params, items)})
     verified = Verified.model_validate(answer)
     if verified.mask_sample:
@@ -88,7 +89,7 @@ async def play(client: httpx.AsyncClient, task: Mapping[str, Any], conversation:
 
 
 def task_of(prompt: Mapping[str, Any], *, label_field: str) -> dict[str, Any]:
-    """Return the task of a prompt: the label's own keys, and the prompt as `responses_create_params.input`.
+    """Build the task of a prompt: the keys of its label, and the prompt as `responses_create_params.input`.
 
     >>> task = task_of({"messages": [], "label": "4"}, label_field="expected_answer")
     >>> task
@@ -101,7 +102,7 @@ def task_of(prompt: Mapping[str, Any], *, label_field: str) -> dict[str, Any]:
 
 
 def chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool of the Responses form in the chat form that templates know."""
+    """Convert a tool from the Responses form to the chat form that templates expect."""
     if "function" in tool:
         return dict(tool)
     return {
@@ -111,7 +112,7 @@ def chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_message(message: ChatMessage) -> dict[str, Any]:
-    """Return a turn of the policy as the message that repeats it."""
+    """Convert a turn of the policy to the chat message that repeats it."""
     calls = [{"function": {"name": call.name, "arguments": call.arguments}} for call in message.calls]
     return {"role": "assistant", "content": message.content, "tool_calls": calls}
 
@@ -119,7 +120,7 @@ def as_message(message: ChatMessage) -> dict[str, Any]:
 async def tool_result(client: httpx.AsyncClient, call: ToolUse, tools: Sequence[Mapping[str, Any]]) -> str:
     """Call one of `tools`; an unknown tool or invalid arguments are reported to the policy."""
     names = [tool["function"]["name"] for tool in tools]
-    if call.name not in names:  # or the policy could verify itself
+    if call.name not in names:  # otherwise the policy could call /verify
         return f"error: there is no tool {call.name}; {nearest(call.name, names)}"
     response = await client.post(f"/{call.name}", content=call.arguments, headers={"Content-Type": "application/json"})
     if response.status_code in (400, 422):
@@ -128,12 +129,12 @@ async def tool_result(client: httpx.AsyncClient, call: ToolUse, tools: Sequence[
 
 
 async def posted(client: httpx.AsyncClient, route: str, body: Mapping[str, Any]) -> Any:
-    """Return the server's response to `body`."""
+    """POST `body` and parse the server's JSON response."""
     return checked(await client.post(route, json=body)).json()
 
 
 def checked(response: httpx.Response) -> httpx.Response:
-    """Return `response`; EpisodeFailed with the server's words if it is an error."""
+    """Pass `response` through; EpisodeFailed with the server's message if it is an error."""
     if response.is_error:
         said = without_secrets(response.text)[:SHOWN_CHARACTERS]
         raise EpisodeFailed(f"the server answered {response.request.url.path} with {response.status_code}: {said}")
@@ -141,7 +142,7 @@ def checked(response: httpx.Response) -> httpx.Response:
 
 
 def items_of(turn: PolicyTurn, number: int) -> list[dict[str, Any]]:
-    """Return a turn as output items; the first of them carries the tokens of the whole turn."""
+    """Convert a turn to output items; the first item carries the tokens of the whole turn."""
     items: list[dict[str, Any]] = []
     if turn.message.content or not turn.message.calls:
         content = [{"type": "output_text", "text": turn.message.content, "annotations": []}]
@@ -169,7 +170,7 @@ def items_of(turn: PolicyTurn, number: int) -> list[dict[str, Any]]:
 
 
 def response_of(params: Mapping[str, Any], items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the conversation as a Responses object."""
+    """The conversation as a Responses object."""
     return {
         "id": "resp_0",
         "created_at": 0.0,

@@ -1,7 +1,7 @@
 """Use environments of an OpenEnv server by its protocol: an episode is a session on `/ws`, the rest is HTTP.
 
-The policy's turn becomes a field of an action, and a field of the observation becomes the next user turn; which fields, the
-server's own schemas define. An action that the server rejects is reported to the policy, and the episode continues.
+The policy's turn becomes a field of an action, and a field of the observation becomes the next user turn. The server's
+schemas define which fields. If the server rejects an action, the policy gets the error and the episode continues.
 """
 
 import contextlib
@@ -28,9 +28,9 @@ SESSION = EnvironmentSession
 PROBE_TIMEOUT_S = 20.0  # per request at the start; a server that has loaded answers in milliseconds
 MESSAGE_BYTES = 2**26  # of an observation; websockets allows 2**20, and pictures take more
 ENVELOPE = ("done", "reward", "metadata")
-"""Fields of a schema that are not in the action or observation itself."""
+"""Schema fields of the protocol, which are not part of the action or observation itself."""
 WHOLE = "json"
-"""As the name of an action's field: the turn is the JSON of the whole action."""
+"""Field name that means that the turn is the JSON of the whole action."""
 
 
 class ServerMessage(BaseModel):
@@ -50,14 +50,14 @@ class Observed(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """Conversion of text to an action, and of an observation to text. `observation_field` "" stands for all of it as JSON."""
+    """Conversion of text to an action, and of an observation to text. `observation_field` "" means all of it (JSON)."""
 
     action_field: str
     action_is_text: bool
     observation_field: str
 
     def action(self, turn: str) -> dict[str, Any]:
-        """Return the action of a turn; ValueError if it is no JSON and has to be."""
+        """Convert a turn to an action; ValueError if it must be JSON and is not."""
         if self.action_field == WHOLE:
             action = json.loads(turn)
             if not isinstance(action, dict):
@@ -66,7 +66,7 @@ class Wire:
         return {self.action_field: turn if self.action_is_text else json.loads(turn)}
 
     def text(self, observation: Mapping[str, Any]) -> str:
-        """Return an observation as the policy reads it; EpisodeFailed if it lacks the field."""
+        """Convert an observation to text for the policy; EpisodeFailed if it lacks the field."""
         if self.observation_field and self.observation_field not in observation:
             raise EpisodeFailed(f"the observation has no {self.observation_field!r}, only {sorted(observation)}")
         value = observation[self.observation_field] if self.observation_field else observation
@@ -83,7 +83,7 @@ class OpenEnvEpisode:
         self._rewarded = False
 
     async def reset(self, prompt: Mapping[str, Any], seed: int) -> str:
-        """Open a session and reset it with the seed; return the first observation."""
+        """Open a session and reset it with the seed; returns the first observation."""
         address = f"ws{self._config.url.removeprefix('http').rstrip('/')}/ws"
         self._socket = await connect(address, additional_headers=authorization(self._config), max_size=MESSAGE_BYTES)
         given = label_fields(str(prompt["label"])) if self._config.give_label else {}
@@ -93,7 +93,7 @@ class OpenEnvEpisode:
         return self._wire.text(observed.observation)
 
     async def step(self, action: str) -> StepResult:
-        """Send the turn as an action; return its result."""
+        """Send the turn as an action; returns its result."""
         try:
             observed = await self._ask("step", self._wire.action(action))
         except (ValueError, InvalidAction) as error:
@@ -120,7 +120,7 @@ class OpenEnvEpisode:
                 return Observed.model_validate(received.data)
         except ConnectionClosed as error:
             raise EpisodeFailed(f"the server closed the connection at the {kind}: {error}") from error
-        except ValidationError as error:  # a ValueError, and for one of those a step would blame the policy's turn
+        except ValidationError as error:  # it is a ValueError, which `step` would blame on the policy's turn
             raise EpisodeFailed(f"the server answered {kind} with what its protocol does not know: {error}") from error
         code, message = received.data.get("code", "none"), received.data.get("message", received.data)
         if code == "VALIDATION_ERROR" and kind == "step":
@@ -133,11 +133,11 @@ class OpenEnvEpisode:
 
 
 class InvalidAction(Exception):
-    """The server finds an action invalid."""
+    """The server rejected an action as invalid."""
 
 
 def open_agent(config: OpenEnvAgent, **_: Any) -> Callable[[], OpenEnvEpisode]:
-    """Probe the server; return a factory of episodes. ConfigError if its protocol is another one or of another version."""
+    """Probe the server and build a factory of episodes. ConfigError if its protocol or protocol version differs."""
     with httpx.Client(base_url=config.url, headers=authorization(config), timeout=PROBE_TIMEOUT_S) as client:
         health = get_object(client, "/health")
         if health.get("status") != "healthy":
@@ -152,7 +152,7 @@ def open_agent(config: OpenEnvAgent, **_: Any) -> Callable[[], OpenEnvEpisode]:
 
 
 def get_object(client: httpx.Client, path: str) -> dict[str, Any]:
-    """Return the server's response at `path`; ConfigError if it has another form."""
+    """GET `path` from the server and parse the JSON object; ConfigError if it has another form."""
     try:
         response = client.get(path)
         response.raise_for_status()
@@ -168,7 +168,7 @@ def get_object(client: httpx.Client, path: str) -> dict[str, Any]:
 
 
 def wire_of(config: OpenEnvAgent, schema: Mapping[str, Any]) -> Wire:
-    """Return the fields that the configuration names, or else the schemas' only texts; ConfigError if that is not clear."""
+    """Choose the fields of the configuration, or else the only text fields of the schemas; ConfigError if ambiguous."""
     try:
         actions = own_fields(schema["action"])
         observations = own_fields(schema["observation"])
@@ -185,16 +185,16 @@ def wire_of(config: OpenEnvAgent, schema: Mapping[str, Any]) -> Wire:
 
 
 def own_fields(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return name -> schema of the fields, less those of the protocol itself."""
+    """Name -> schema of the fields, without the fields of the protocol itself."""
     return {name: field for name, field in schema["properties"].items() if name not in ENVELOPE}
 
 
 def only_text(fields: Mapping[str, Any]) -> str:
-    """Return the name of the only field that is a text, "" if there is none or there are several."""
+    """The name of the only text field; "" if the schema has none or several."""
     texts = [name for name, field in fields.items() if field.get("type") == "string"]
     return texts[0] if len(texts) == 1 else ""
 
 
 def authorization(config: ServedAgent) -> dict[str, str]:
-    """Return the headers that a server with a token wants; ConfigError if the variable that holds it is not set."""
+    """The headers for a server that requires a token; ConfigError if the token's variable is not set."""
     return bearer("agent.token_env", config.token_env)

@@ -1,7 +1,7 @@
-"""Use environments of `verifiers`, which run in another interpreter and call the policy at our endpoint.
+"""Use environments of `verifiers`, which run in another interpreter and call the policy at a local endpoint.
 
-One process of `verifiers_runner` plays all episodes of a process of ours. It is restarted if it ends; the episodes that it
-was playing have failed.
+One process of `verifiers_runner` plays all episodes of one of our processes. It is restarted if it ends; the episodes
+in progress have failed then.
 """
 
 import asyncio
@@ -28,9 +28,9 @@ from rlhf_core.types import label_fields
 
 SESSION = ProgramSession
 START_TIMEOUT_S = 100.0
-"""Seconds for the interpreter, the imports of `verifiers` and the data of the environment."""
+"""Seconds for starting the interpreter, importing `verifiers` and loading the environment's data."""
 PING_TIMEOUT_S = 10.0
-"""For the answer to a ping; then the interpreter is taken for hung in the environment's code, and killed."""
+"""Seconds until a ping must be answered. If not, the interpreter hangs in the environment's code and is killed."""
 
 LOG = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class RunnerEnded(EpisodeFailed):
 
 
 class Runner:
-    """A process of `verifiers_runner`; ConfigError if the environment cannot be loaded there, or the version is another."""
+    """A process of `verifiers_runner`; ConfigError if the environment cannot be loaded there or its version differs."""
 
     def __init__(self, config: VerifiersAgent) -> None:
         self._config = config
@@ -52,7 +52,7 @@ class Runner:
         self._host = self._start()
 
     async def play(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the result of an episode; EpisodeFailed if it could not be played, RunnerEnded if the process ended."""
+        """Play one episode; EpisodeFailed if it could not be played, RunnerEnded if the process ended."""
         self._loop = asyncio.get_running_loop()
         if self._ended or self._host.process.poll() is not None:
             await self._started_again(self._loop)
@@ -60,7 +60,7 @@ class Runner:
             reply = await self._asked(self._loop, request)
         except asyncio.CancelledError:  # it took too long: the runner may hang
             if self._ping is None or self._ping.done():
-                # A context of its own, as for a restart: it is not part of the episode that happens to be the first.
+                # A separate context, as for a restart: the ping is not part of the first episode that needs it.
                 self._ping = self._loop.create_task(self._kill_if_hung(self._loop), context=contextvars.Context())
             raise
         if "error" in reply:
@@ -68,7 +68,7 @@ class Runner:
         return reply
 
     async def _started_again(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Wait for a new process: one for all who wait, even if the first of them gives up."""
+        """Wait for a new process, shared by all waiting episodes even if the first of them gives up."""
 
         async def start() -> None:
             try:
@@ -104,7 +104,7 @@ class Runner:
             kill_group(process)
 
     def _start(self) -> Host:
-        """Return a new process, after it has loaded the environment."""
+        """Start a new process and wait until it has loaded the environment."""
         self._ended = False
         own, held = os.pipe()
         first: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -163,7 +163,7 @@ class Runner:
 
 
 def open_agent(config: VerifiersAgent, *, tokenizer: str, **_: Any) -> Program:
-    """Load the environment in its interpreter; return its episodes as a program."""
+    """Load the environment in its interpreter and wrap its episodes as a program."""
     runner = Runner(config)
     endpoint = Endpoint(ChatTemplate.load(Path(tokenizer)), request_timeout_s=config.request_timeout_s)
 
@@ -182,7 +182,7 @@ def open_agent(config: VerifiersAgent, *, tokenizer: str, **_: Any) -> Program:
             except RunnerEnded:
                 raise
             except EpisodeFailed:
-                if session.conversation.cut and not config.needs_reward:  # it has no answer to the end of its tokens
+                if session.conversation.cut and not config.needs_reward:  # it cannot handle running out of tokens
                     return ProgramResult((), truncated=True)
                 raise
             return result_of(said, cut=session.conversation.cut)
@@ -191,7 +191,7 @@ def open_agent(config: VerifiersAgent, *, tokenizer: str, **_: Any) -> Program:
 
 
 def result_of(said: Mapping[str, Any], *, cut: bool) -> ProgramResult:
-    """Return the runner's result of an episode; EpisodeFailed if there is no finite reward."""
+    """Read the runner's result of an episode; EpisodeFailed without a finite reward."""
     reward = said["reward"]
     if not isinstance(reward, (int, float)) or not math.isfinite(reward):
         raise EpisodeFailed(f"its reward is {reward}")

@@ -1,10 +1,13 @@
-"""Run environments of `verifiers` in the interpreter that has it: `python verifiers_runner.py`.
+"""Run environments of `verifiers` in an interpreter that has it installed: `python verifiers_runner.py`.
 
-The first line of standard input is JSON: `environment`, `arguments`, `folders`; it may hold secrets, and is no word of a command
-for that. Requests are lines of JSON after it, answers are lines on standard output; the first line says whether the environment could be loaded, and the version. Everything else that is printed
-goes to standard error. Beside `verifiers` it needs the standard library alone: it runs where this project is not installed.
+The first line of standard input is JSON with `environment`, `arguments` and `folders`. It may contain secrets, which is
+why it is not a command-line argument. Each following line is a JSON request, answered by one line on standard output.
+The first line of output tells whether the environment could be loaded, and its version. All other output goes to
+standard error. Besides `verifiers`, this file needs only the standard library, because it runs where this project is
+not installed.
 
-Up to 0.1 an environment is what `load_environment` of its module returns; since 0.2 it is a taskset with a harness.
+Up to 0.1 an environment is the return value of its module's `load_environment`; since 0.2 it is a taskset with a
+harness.
 """
 
 from __future__ import annotations
@@ -29,16 +32,16 @@ PROBLEMS: contextvars.ContextVar[list[str]] = contextvars.ContextVar("PROBLEMS")
 
 
 class Overheard(logging.Handler):
-    """Keeps errors that `verifiers` only logs: 0.1 gives 0 for a reward function that raised."""
+    """Keeps errors that `verifiers` only logs: 0.1 scores 0 if a reward function raises."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep the message with the episode that it belongs to."""
+        """Store the message with its episode."""
         problems = PROBLEMS.get(None)
         if problems is not None:
             problems.append(record.getMessage())
 
 
-# Each class imports `verifiers` where it is used: only the interpreter of the environment has it, and in one version.
+# Each class imports `verifiers` where it is used: only the environment's interpreter has it, in one of the versions.
 
 
 class Legacy:
@@ -50,11 +53,11 @@ class Legacy:
         self._environment = verifiers.load_environment(settings["environment"], **settings["arguments"])
 
     def serving(self) -> Any:
-        """Return a context that needs nothing."""
+        """A context manager that does nothing."""
         return contextlib.nullcontext()
 
     async def play(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Run a task; return its reward and metrics."""
+        """Run a task; returns its reward and metrics."""
         from verifiers.types import ClientConfig  # type: ignore[import-not-found]
 
         client = ClientConfig(
@@ -80,11 +83,11 @@ class Current:
         self._task_class = type(self._environment.taskset).task_type()
 
     def serving(self) -> Any:
-        """Return the context that its rollouts share."""
+        """The context that its rollouts share."""
         return self._environment.serving()
 
     async def play(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Run a task; return its reward and metrics."""
+        """Run a task; returns its reward and metrics."""
         from verifiers.v1.clients import ModelContext  # type: ignore[import-not-found]
         from verifiers.v1.configs.client import EvalClientConfig  # type: ignore[import-not-found]
         from verifiers.v1.types import SamplingConfig  # type: ignore[import-not-found]
@@ -105,7 +108,7 @@ class Current:
 
 
 def write_message(answers: TextIO, message: dict[str, Any]) -> None:
-    """Write a line of JSON, which is sent at once."""
+    """Write a line of JSON and flush it."""
     answers.write(json.dumps(message) + "\n")
     answers.flush()
 
@@ -143,7 +146,7 @@ def main() -> None:
     answers, requests = os.fdopen(os.dup(1), "w", encoding="utf-8"), os.fdopen(os.dup(0), "r", encoding="utf-8")
     os.dup2(2, 1)
     settings = json.loads(requests.readline())
-    sys.path[:1] = settings["folders"]  # and not our own folder, which has a module `verifiers` too
+    sys.path[:1] = settings["folders"]  # replaces this file's folder, which has a module `verifiers`, too
     try:
         version = importlib.metadata.version("verifiers")
         kind: type[Legacy | Current] = Legacy if tuple(map(int, version.split(".")[:2])) < (0, 2) else Current

@@ -1,8 +1,8 @@
 """Run OpenRLHF agent files (`--train.agent_func_path`) unchanged.
 
-Such a file defines `AgentExecutor`, on top of the base classes of `openrlhf.utils.agent`, or (0.8.0 to 0.8.6) a function
-`step`. Where OpenRLHF is not installed a module of that name with these classes is put in its place, which does for the
-executors of all versions. The file's `llm_engine` asks our sampler.
+An agent file defines `AgentExecutor` on top of the base classes of `openrlhf.utils.agent`, or (0.8.0 to 0.8.6) a
+function `step`. If OpenRLHF is not installed, this module provides these base classes under that module name. They work
+for the executors of all versions. The file's `llm_engine` samples with the project's own sampler.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from rlhf_core.types import plain_text
 from rlhf_core.user_code.modules import NO_DIGESTS, UserFile
 
 SESSION = ProgramSession
-# What agent files import of OpenRLHF.
+# Modules of OpenRLHF that agent files import.
 MODULES = ("openrlhf", "openrlhf.utils", "openrlhf.utils.agent", "openrlhf.utils.logging_utils")
 
 
@@ -38,26 +38,26 @@ CONSTRUCTOR = ("max_steps", "max_length", "llm_engine", "hf_tokenizer", "result_
 
 
 class AgentInstanceBase(ABC):
-    """An environment of one episode. Its `__init__` may be async, as that of a Ray actor."""
+    """An environment of one episode. Its `__init__` may be async, as with a Ray actor."""
 
     @abstractmethod
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
     async def reset(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        """Return the states with the first `observation`."""
+        """The initial states, with the first `observation`."""
         return states
 
     @abstractmethod
     async def step(self, state_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        """Return `rewards`, `environment_feedback`, `done` and, if wanted, `scores`, `sampling_params`, `extra_logs`."""
+        """One turn: `rewards`, `environment_feedback`, `done`, optionally `scores`, `sampling_params`, `extra_logs`."""
 
 
 class AgentExecutorBase:
-    """Drives an episode: samples with an engine and returns the conversation's tokens and rewards.
+    """Runs an episode: samples from an engine and returns the conversation's tokens and rewards.
 
-    Since OpenRLHF 0.9.1 `execute` is given everything and returns the episode. Up to 0.9.0 the constructor is given an
-    `AgentInstanceBase` and the arguments `CONSTRUCTOR`; `execute` takes three arguments and puts the episode on
-    `result_queue`, here by playing an instance.
+    Since OpenRLHF 0.9.1, `execute` receives all arguments and returns the episode. Up to 0.9.0, the constructor
+    receives an `AgentInstanceBase` and the arguments in `CONSTRUCTOR`; `execute` takes three arguments and puts the
+    episode on `result_queue`. Here it does so by playing an instance.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class AgentExecutorBase:
         self.result_queue = result_queue
 
     async def generate(self, prompt_ids: Any, sampling_params: Any) -> Any:
-        """Return the last output of the constructor's engine for a prompt."""
+        """The last output of the constructor's engine for a prompt."""
         request = {"prompt_token_ids": prompt_ids}
         return [output async for output in self.llm_engine.generate(request, sampling_params, "episode")][-1]
 
@@ -95,7 +95,7 @@ class AgentExecutorBase:
 
 
 class MultiTurnAgentExecutor(AgentExecutorBase):
-    """Plays an `AgentInstanceBase`, with everything else as arguments of `execute` (since OpenRLHF 0.9.1)."""
+    """Plays an `AgentInstanceBase`; all other inputs are arguments of `execute` (since OpenRLHF 0.9.1)."""
 
     def __init__(self, agent_instance_cls: type[AgentInstanceBase]) -> None:
         super().__init__(agent_instance_cls)
@@ -133,9 +133,9 @@ async def play_instance(
     max_length: int,
     max_steps: int = sys.maxsize,
 ) -> dict[str, Any]:
-    """Return the episode; besides OpenRLHF's keys `turn_rewards`, and `truncated` where the last turn was cut.
+    """Play one episode and return OpenRLHF's keys, plus `turn_rewards` and `truncated` (the last turn hit a limit).
 
-    Feedback is appended as raw text, and only that text is tokenized: what was sampled stays as it was sampled.
+    Feedback is appended as raw text, and only the feedback is tokenized, so sampled token ids stay unchanged.
     """
     instance = agent_instance_cls.__new__(agent_instance_cls)
     begun = agent_instance_cls.__init__(instance)  # type: ignore[func-returns-value]  # a coroutine where it is async
@@ -182,11 +182,11 @@ async def play_instance(
 
 
 class StepFunction(AgentInstanceBase):
-    """The function `step` of a file (OpenRLHF 0.8.0 to 0.8.6) as an environment.
+    """The `step` function of an agent file (OpenRLHF 0.8.0 to 0.8.6), as an environment.
 
-    It is given the whole text so far and returns the next: as `(reward, state, done, extra)` up to 0.8.2, then in a
-    dictionary under `next_state` (0.8.3) or `next_observation`. OpenRLHF runs the file again for each episode, and so does
-    this: the file's globals are the state of one episode.
+    The function receives the whole text so far and returns the next text: as `(reward, state, done, extra)` up to
+    0.8.2, then in a dictionary under `next_state` (0.8.3) or `next_observation`. OpenRLHF runs the file again for each
+    episode, and so does this class. The file's globals are therefore the state of one episode.
     """
 
     file: UserFile
@@ -197,7 +197,7 @@ class StepFunction(AgentInstanceBase):
         self._takes_sampling = any(one.kind is one.VAR_KEYWORD or one.name == "sampling_params" for one in names)
 
     async def step(self, state_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        """Return the function's result; ValueError if it changes the earlier conversation."""
+        """Call the function for one turn. Raises ValueError if its result changes the earlier conversation."""
         observation, action = state_dict["observation_text"], state_dict["action_text"]
         passed = {"sampling_params": state_dict["sampling_params"]} if self._takes_sampling else {}
         result = await self._step(observation, action, state_dict["label"], **passed)
@@ -213,7 +213,7 @@ class StepFunction(AgentInstanceBase):
 
 @dataclass
 class SamplingParams:
-    """Sampling parameters that an agent reads and changes; only `max_tokens` may differ from the stage's configuration."""
+    """Sampling parameters that an agent can read; only `max_tokens` may differ from the stage's configuration."""
 
     max_tokens: int
     temperature: float
@@ -236,7 +236,7 @@ class Logprob:
 
 @dataclass(frozen=True)
 class TurnOutput:
-    """A turn, with the names of vLLM's output; `text` holds special tokens."""
+    """One turn, with the field names of vLLM's output; `text` includes special tokens."""
 
     token_ids: list[int]
     text: str
@@ -263,7 +263,7 @@ class LLMEngine:
     async def generate(
         self, prompt_token_ids: Any, sampling_params: Any, multi_modal_data: Any = None
     ) -> RequestOutput:
-        """Return one continuation. ValueError for parameters that the trainer does not know of, and for images."""
+        """Sample one continuation. Raises ValueError for images and for parameters that differ from the stage's."""
         if multi_modal_data:
             raise ValueError("generate was called with images, and the policy reads only text")
         for name in ("temperature", "top_p", "top_k", "n", "stop"):
@@ -286,7 +286,7 @@ class LLMEngine:
 
 
 class ConstructorEngine:
-    """The constructor's `llm_engine`, which is called as vLLM's is."""
+    """The constructor's `llm_engine`, with the call signature of vLLM's engine."""
 
     def __init__(self, engine: LLMEngine | None, tokenizer: Any) -> None:
         self._engine = engine
@@ -305,15 +305,16 @@ class ConstructorEngine:
 
 
 Play: TypeAlias = Callable[[str, str, SamplingParams, LLMEngine], Coroutine[Any, Any, Mapping[str, Any]]]
-"""(prompt, label, sampling_params, llm_engine) -> an executor's result of an episode."""
+"""(prompt, label, sampling_params, llm_engine) -> the result dictionary of one episode."""
 
 
 def open_agent(
     config: OpenRLHFAgent, *, tokenizer: str, code: Mapping[str, str] = NO_DIGESTS, notes: str = ""
 ) -> Program:
-    """Load the file and return its executor, or its `step`, as a program; ConfigError if it has neither.
+    """Load the agent file as a program that runs its `AgentExecutor` or `step`; ConfigError if it defines neither.
 
-    One executor plays all episodes; one that is constructed with five arguments is constructed for each.
+    One executor plays all episodes, unless its constructor takes the five arguments of older versions. Then each
+    episode gets a new executor.
     """
     provide_modules()
     file = UserFile("agent.file", Path(config.file), code=code, notes=notes)
@@ -339,7 +340,7 @@ def open_agent(
 
 
 def _executor_play(config: OpenRLHFAgent, kind: Callable[..., AgentExecutorBase], tokenizer: Any) -> Play:
-    """Return the function that runs an episode of the executor, with the arguments of its version."""
+    """Build the function that runs an episode of the executor, with the arguments of its OpenRLHF version."""
     # A class of OpenRLHF up to 0.9.0, by its constructor or its `execute`.
     agent: Any = getattr(kind, "func", kind)
     early = not _binds(kind) or "llm_engine" not in inspect.signature(agent.execute).parameters
@@ -398,7 +399,7 @@ def _binds(kind: Any, **arguments: Any) -> bool:
 
 
 def as_result(result: Mapping[str, Any]) -> ProgramResult:
-    """Return the result in an executor's dictionary; KeyError without the conversation, ValueError for no number."""
+    """Read an executor's dictionary. Raises KeyError without a conversation, ValueError for a non-numeric reward."""
     reward = result.get("reward")
     rewards = result.get("turn_rewards") or ([] if reward is None else [reward])
     extras = {name: value for name, value in (result.get("extra_logs") or {}).items() if is_number(value)}
@@ -420,14 +421,14 @@ def as_result(result: Mapping[str, Any]) -> ProgramResult:
 
 
 def is_number(value: Any) -> bool:
-    """Return whether `value` is one number, also as a tensor of one element."""
+    """Whether `value` is a single number; a tensor with one element counts."""
     return isinstance(value, (int, float)) or (hasattr(value, "numel") and value.numel() == 1)
 
 
 def provide_modules() -> None:
-    """Make `import openrlhf.utils.agent` work where OpenRLHF is not installed.
+    """Make `import openrlhf.utils.agent` work if OpenRLHF is not installed.
 
-    A folder on the import path that only has its name, and no `__init__.py`, is not OpenRLHF.
+    A folder on the import path that has the same name but no `__init__.py` does not count as OpenRLHF.
     """
     imported = sys.modules.get("openrlhf")
     spec = imported.__spec__ if imported else importlib.util.find_spec("openrlhf")

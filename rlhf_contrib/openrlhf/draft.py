@@ -14,7 +14,7 @@ _FATES: tuple[Fate, ...] = ("ignored", "translated", "not translatable")
 
 
 class Value(NamedTuple):
-    """A value of the profile, its origin, and whether the script gave it (otherwise it is OpenRLHF's default)."""
+    """A value of the profile, its origin, and whether the script set it (otherwise it is OpenRLHF's default)."""
 
     value: Any
     comment: str
@@ -50,7 +50,7 @@ class Draft:
     outcomes: list[Outcome] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     made: dict[str, str] = field(default_factory=dict)
-    """Path that an earlier command wrote -> the section that makes it."""
+    """Path that an earlier command wrote -> the profile section that produces it."""
     template: str = ""
     """Chat template that the profile needs in a separate file; empty if it needs none."""
     template_file: str = "openrlhf.jinja"
@@ -62,7 +62,7 @@ class Draft:
 
 
 class Sheet:
-    """One command in translation: its flags, and the methods with which rules record their outcome."""
+    """One command in translation: its flags, and methods with which rules record the outcome of each flag."""
 
     def __init__(self, arguments: Arguments, draft: Draft) -> None:
         self.arguments = arguments
@@ -72,11 +72,11 @@ class Sheet:
     # ------------------------------------------------------------ reading
 
     def has(self, name: str) -> bool:
-        """Return whether the script gives the flag."""
+        """Whether the script sets the flag."""
         return name in self.arguments.given
 
     def text(self, name: str) -> str:
-        """Return the value of a flag or OpenRLHF's default."""
+        """The value of a flag as text, or else OpenRLHF's default."""
         if self.has(name):
             text = self.arguments.given[name].text
             if "$" in text and name not in ("input_template", "tokenizer_chat_template"):
@@ -88,47 +88,47 @@ class Sheet:
         return "" if default is None else default
 
     def number(self, name: str) -> float:
-        """Return a number; raise ConfigError if the value is none."""
+        """The value of a flag as a number; ConfigError if it is not one."""
         return self._numbers(name, [self.text(name)])[0]
 
     def integer(self, name: str) -> int:
-        """Return a whole number; raise ConfigError if the value is none."""
+        """The value of a flag as a whole number; ConfigError if it is not one."""
         number = self.number(name)
         if not number.is_integer():
             raise ConfigError(self.flag(name), self.text(name), "must be a whole number", "change it")
         return int(number)
 
     def count(self, name: str) -> int:
-        """Return a whole number of at least 1."""
+        """The value of a flag as a whole number of at least 1."""
         if self.integer(name) < 1:
             raise ConfigError(self.flag(name), self.text(name), "must be at least 1", "change it")
         return self.integer(name)
 
     def numbers(self, name: str, separator: str | None = None) -> list[float]:
-        """Return all numbers of a flag with several words, or of a list with another separator."""
+        """All numbers of a flag that takes several words, or of a list with another separator."""
         return self._numbers(name, [part for part in self.text(name).split(separator) if part.strip()])
 
     def pair(self, name: str) -> tuple[float, float]:
-        """Return two numbers; raise ConfigError for any other count."""
+        """Two numbers; ConfigError for any other count."""
         numbers = self.numbers(name)
         if len(numbers) != 2:
             raise ConfigError(self.flag(name), self.text(name), "takes two numbers", "give both")
         return numbers[0], numbers[1]
 
     def needed(self, name: str) -> str:
-        """Return the value of a flag that the command requires."""
+        """The value of a flag that the command requires; ConfigError if it is missing."""
         if not self.text(name):
             raise ConfigError(self.flag(name), "", f"{self.arguments.module} needs it", "add it")
         return self.text(name)
 
     def flag(self, name: str) -> str:
-        """Return the flag as the script spells it, or would."""
+        """The flag as spelled in the script, or as its version of OpenRLHF would spell it."""
         return self.arguments.spelling(name)
 
     # ------------------------------------------------------------ writing
 
     def put(self, key: str, value: Any, *names: str, note: str = "") -> None:
-        """Set a key of the profile from the flags `names`. Another command's value is kept, and that is reported."""
+        """Set a key of the profile from the flags `names`. Another command's value stays, and this is reported."""
         given = [name for name in names if self.has(name)]
         before = self.draft.values.get(key)
         if before and key in LARGEST_WINS and before.value > value:
@@ -143,7 +143,7 @@ class Sheet:
         self._record(given, "translated", f"{key} = {_shown(value)}" + (f" ({note})" if note else ""))
 
     def elsewhere(self, name: str, what: str) -> None:
-        """Record a flag as translated whose value appears elsewhere in the profile."""
+        """Record that a flag is translated by a setting elsewhere in the profile."""
         self._record([name] if self.has(name) else [], "translated", what)
 
     def ignore(self, name: str, reason: str) -> None:
@@ -155,11 +155,11 @@ class Sheet:
         self._record([name] if self.has(name) else [], "not translatable", f"{reason}; nearest: {nearest}")
 
     def extra(self, given: Given, fate: Fate, what: str) -> None:
-        """Record words that are no flags of the command: the launcher's, unknown ones, and repeated ones."""
+        """Record words that are not flags of the command: launcher flags, unknown flags and repeated flags."""
         self.draft.outcomes.append(Outcome(self.arguments.module, given.flag, given.shown, fate, [what]))
 
     def close(self) -> None:
-        """Pass the outcomes to the draft; a flag that no rule has read is not translatable."""
+        """Pass the outcomes to the draft. Flags that no rule has read are recorded as not translatable."""
         for name, given in self.arguments.given.items():
             if name not in self._outcomes:
                 self.refuse(name, "this program does not use it", "none")
@@ -170,7 +170,7 @@ class Sheet:
     # ------------------------------------------------------------ private
 
     def _record(self, names: list[str], fate: Fate, what: str) -> None:
-        """Record the fate of flags: of several fates that rules give one flag, the last in `_FATES` counts."""
+        """Record the fate of flags. If rules assign several fates to a flag, the last one in `_FATES` wins."""
         for name in names:
             old = self._outcomes.get(name)
             if old is None or _FATES.index(fate) > _FATES.index(old.fate):

@@ -1,6 +1,6 @@
 """Expand the words of a shell script with the values that the script itself sets; nothing is run.
 
-What has no value in the script stays as written, `$` and all, and in one piece: `$(date +%m %d)` is one word.
+Expressions without a known value stay as written, including the `$`, and in one piece: `$(date +%m %d)` is one word.
 """
 
 import ast
@@ -47,22 +47,22 @@ _COMPARISONS: dict[str, Callable[[int, int], bool]] = {
     "-ge": operator.ge,
 }
 _WHOLE = re.compile(r"-?\d{1,18}")
-"""A number that a shell can compute with, in 64 bits."""
+"""A number within the 64 bits of shell arithmetic."""
 
 
 def computed(text: str) -> int | None:
-    """Return the value of an expression of whole numbers, 1 or 0 for a comparison; None if it has none."""
+    """Evaluate an integer expression; comparisons are 1 or 0. None if it cannot be evaluated."""
     if not re.fullmatch(r"[\d\s+*/%()<>=!&|-]+", text) or re.search(r"\d{20}", text):
         return None
     try:
         value = _arithmetic(ast.parse(text.replace("&&", " and ").replace("||", " or ").strip(), mode="eval").body)
-    except (SyntaxError, ZeroDivisionError, MemoryError, RecursionError):  # also for an expression that is too deep
+    except (SyntaxError, ZeroDivisionError, MemoryError, RecursionError):  # also if nested too deeply
         return None
     return value if -(2**63) <= value < 2**63 else None
 
 
 def test(words: list[str], *, patterns: bool = False) -> bool | None:
-    """Return the value of a test, None if it is of a file or has a word without a value in the script."""
+    """Evaluate a shell test. None if it examines a file, or contains a word whose value the script does not set."""
     if any("$" in word for word in words):
         return None
     match words:
@@ -82,7 +82,7 @@ def test(words: list[str], *, patterns: bool = False) -> bool | None:
 
 
 def double_test(items: Sequence[Item], text: Callable[[str], str]) -> bool | None:
-    """Return the value of the condition in `[[ ]]`, None if unknown; `text` expands a word."""
+    """Evaluate the condition in `[[ ]]`, with words expanded by `text`. None if unknown."""
     value: bool | None = True
     for item in items:
         if isinstance(item.node, Block):
@@ -98,7 +98,7 @@ def double_test(items: Sequence[Item], text: Callable[[str], str]) -> bool | Non
 
 
 def _arithmetic(node: ast.expr) -> int:
-    """Return the value of whole numbers joined by + - * / %, comparisons, and, or."""
+    """Evaluate integers joined by + - * / %, comparisons, and, or."""
     match node:
         case ast.Constant(value=int(value)):
             return value
@@ -123,14 +123,14 @@ _BRACE = re.compile(r"(?<!\$)\{")
 _SEQUENCE = re.compile(r"\{(?:(-?\d{1,18})\.\.(-?\d{1,18})|([a-z]\.\.[a-z]|[A-Z]\.\.[A-Z]))(?:\.\.(-?\d{1,18}))?\}")
 _SEQ = re.compile(r"\$\(seq (-?\d{1,18})(?: (-?\d{1,18}))?\)")
 _MOST_VALUES = 1000
-"""Values of a loop that are read."""
+"""Maximum number of loop values that are read."""
 _MOST_WORK = 5_000_000
-"""Half a second: a unit is about 0.1 microseconds. `A=$A$A`, thirty times, would fill the memory."""
+"""Half a second, at about 0.1 microseconds per unit. Without a limit, thirty times `A=$A$A` would fill the memory."""
 _WORD, _PIECE, _EXPANSION, _PATTERN = 20, 15, 100, 1000
-"""Units for a word, a quoted part, an expansion and a pattern, in addition to those of their characters."""
+"""Units of work for a word, a quoted part, an expansion and a pattern, on top of the units for their characters."""
 _MOST_WORDS = _MOST_WORK // _WORD
 PARSED, COMMANDS = 8, 24
-"""Units for a character of a word that is parsed, and of commands."""
+"""Units for a parsed character of a word, and for a parsed character of commands."""
 _PLAIN = re.compile(r"[^\\'\"$` \t\n]+")
 _ANSI = {"n": "\n", "t": "\t", "\\": "\\", "'": "'", '"': '"'}
 _HOLD = str.maketrans(" \t\n", "\ue000\ue001\ue002")
@@ -138,19 +138,19 @@ _LET_GO = str.maketrans("\ue000\ue001\ue002", " \t\n")
 
 
 def released(text: str) -> str:
-    """Return a word with the blanks of the parts left as written."""
+    """A word in which the blanks of unexpanded parts are ordinary blanks again."""
     return text.translate(_LET_GO)
 
 
 _Parts: TypeAlias = list[list[str]]
-"""The parts of a word, each with its alternatives."""
+"""The parts of a word; each part is a list of alternatives."""
 
 
 class Values:
-    """The variables and parameters of a script at a point, and the expansion of words with them.
+    """The variables and parameters of a script at some point, and the expansion of words with them.
 
-    `arguments` are those of the function that runs, or of `set --`; None for those of the script, which are not known.
-    `used` are the names that an expansion has read, `doubts` notes for a reader of the result.
+    `arguments` are the arguments of the current function or of `set --`; None at the top level, where the script's
+    arguments are unknown. `used` collects the names that expansions have read, `doubts` the notes for the user.
     """
 
     def __init__(self) -> None:
@@ -161,7 +161,7 @@ class Values:
         self._spent = 0
 
     def spend(self, work: int) -> None:
-        """Count work, about a character each; ConfigError for a script whose values or calls grow without end."""
+        """Count work, about one unit per character; ConfigError for a script whose values or calls grow without end."""
         self._spent += work
         if self._spent > _MOST_WORK:
             raise ConfigError("script: its values or calls grow beyond what is read; give the commands alone")
@@ -169,12 +169,12 @@ class Values:
     # ------------------------------------------------------------ words
 
     def fields(self, raw: str, *, split: bool = True) -> list[str]:
-        """Return the words that a word as written expands to; without `split`, as in an assignment, one at most."""
+        """Expand a word as written to words; with `split=False`, as in an assignment, to at most one."""
         words = self._braces(raw) if split and _BRACE.search(raw) else [raw]
         return [field for word in words for field in self._fields(word, split=split)]
 
     def _fields(self, raw: str, *, split: bool) -> list[str]:
-        """Return the words that parameters and quotes make of a word without braces."""
+        """Expand the parameters and quotes of a word without braces."""
         self.spend(_WORD + PARSED * len(raw))
         if _PLAIN.fullmatch(raw):
             return [raw]
@@ -194,7 +194,7 @@ class Values:
         return ["".join(parts) for parts in found if parts]
 
     def _braces(self, raw: str) -> list[str]:
-        """Return the words as written that `{a,b}` and `{1..3}` make of one; other braces stay as they are."""
+        """Expand `{a,b}` and `{1..3}` in a word as written; other braces stay unchanged."""
         self.spend(_EXPANSION + COMMANDS * len(raw))
         made: _Parts = []
         outside: list[tuple[_Parts, _Parts]] = []  # of each open brace: the parts before it, its alternatives so far
@@ -218,26 +218,26 @@ class Values:
         return [raw] if outside else self._joined(made)
 
     def _joined(self, parts: _Parts) -> list[str]:
-        """Return the words made of one alternative of each part."""
+        """All words that combine one alternative of each part."""
         self.spend(prod(map(len, parts)) * (_PIECE + sum(max(map(len, part)) for part in parts)))
         return ["".join(word) for word in product(*parts)]
 
     def text(self, raw: str) -> str:
-        """Return a word as written with all expansions, in one piece."""
+        """Expand a word as written, in one piece."""
         return " ".join(self.fields(raw, split=False))
 
     def pattern(self, raw: str) -> str:
-        """Return the text of a word that is compared as a pattern, which Python compiles."""
+        """Expand a word that is compared as a pattern; counts the work of compiling it as a Python pattern."""
         text = self.text(raw)
         self.spend(_PATTERN + _WORD * len(text))
         return text
 
     def body(self, text: str) -> str:
-        """Return the text of a here-document with all expansions: quotes are characters there."""
+        """Expand the text of a here-document, in which quotes are ordinary characters."""
         return self._quoted(text, quotes=False)
 
     def _piece(self, raw: str) -> tuple[list[str], bool]:
-        """Return the values of a piece of a word, and whether blanks in them end the word."""
+        """Expand one piece of a word; the second result is whether blanks in its values end the word."""
         self.spend(_PIECE)
         mark, inner = raw[0], raw[1:-1]
         if mark == "\\":
@@ -253,7 +253,7 @@ class Values:
         return [raw], mark in " \t\n"  # blanks are in the default of an expansion alone
 
     def _quoted_words(self, inner: str) -> list[str]:
-        """Return the content of double quotes: one word, or those of `"${a[@]}"` and `"$@"`."""
+        """Expand the content of double quotes: one word, or several for `"${a[@]}"` and `"$@"`."""
         if (inner == "$@" or re.fullmatch(r"\$\{(@|\w+\[@\])[^{}]*\}", inner)) and inner.count("$") == 1:
             return self.parameter(inner, quoted=True)
         return [self._quoted(inner)]
@@ -274,7 +274,7 @@ class Values:
     # ------------------------------------------------------------ parameters
 
     def parameter(self, text: str, *, quoted: bool) -> list[str]:
-        """Return the words of an expansion `$x`, `${x...}`, `$(...)`, `$((...))` or backticks."""
+        """Expand `$x`, `${x...}`, `$(...)`, `$((...))` or backticks to words."""
         self.spend(_EXPANSION)
         if text.startswith("$(("):
             number = self.number(text[3:-2])
@@ -302,7 +302,7 @@ class Values:
         return [_held(text)]
 
     def _words(self, name: str, subscript: str | None) -> list[str] | None:
-        """Return the value of a name, None if the script gives it none."""
+        """Look up the value of a name; None if the script does not set it."""
         self.used.add(name)
         if name in ("@", "*"):
             if self.arguments is None:
@@ -343,13 +343,13 @@ class Values:
         return made
 
     def _length(self, text: str) -> list[str]:
-        """Return the number of words or characters that `${#x}` counts."""
+        """The number of words or characters that `${#x}` counts."""
         name, all_words = text[3:-1].removesuffix("[@]").removesuffix("[*]"), text.endswith(("[@]}", "[*]}"))
         words = self._words(name, "@" if all_words else None)
         return [_held(text)] if words is None else [str(len(words) if all_words else len(" ".join(words)))]
 
     def _cut(self, word: str, sign: str, rest: str) -> str:
-        """Return a value without its longest or shortest beginning or end, or with a text replaced."""
+        """Strip the longest or shortest prefix or suffix from a value, or replace a text in it."""
         if sign in ("/", "//"):
             anchor, rest = (rest[0], rest[1:]) if rest.startswith(("#", "%")) else ("", rest)
             old, new = (self.text(part) for part in re.findall(r"((?:\\.|[^\\/])*)/?(.*)", rest, re.DOTALL)[0])
@@ -370,7 +370,7 @@ class Values:
         return word
 
     def _substituted(self, text: str) -> list[str]:
-        """Return the output of `$(echo x)` and `$(cat <<END ...)`; any other command stays as written."""
+        """The output of `$(echo x)` and `$(cat <<END ...)`; other commands stay as written."""
         inner = text[1:-1] if text.startswith("`") else text[2:-1]
         self.spend(_EXPANSION + COMMANDS * len(inner))
         items = parse(inner)
@@ -388,14 +388,14 @@ class Values:
         return [_held(f"$({inner})")]
 
     def read(self, node: Simple) -> str:
-        """Return the text that a command reads from its here-document or here-string, without comment lines."""
+        """The text that a command reads from its here-document or here-string, without comment lines."""
         body = node.bodies[-1]
         text = body.text if body.literal else self.body(body.text)
         self.spend(_EXPANSION + len(text))
         return re.sub(r"(?m)^[ \t]*#.*\n?", "", re.sub(r"\\[ \t]*\n", " ", text)).rstrip("\n")
 
     def read_into(self, node: Simple, words: list[str]) -> None:
-        """Read the text of `read`, `mapfile` or `readarray`, whose words are expanded, into its variables."""
+        """Store the input of `read`, `mapfile` or `readarray`, whose words are already expanded, in its variables."""
         text, name = self.read(node), words[-1]
         if words[0] != "read":
             self.variables[name] = text.split("\n")
@@ -409,7 +409,7 @@ class Values:
         self.variables |= {one: [*parts[at : at + 1], ""][:1] for at, one in enumerate(names)}
 
     def listed(self, raw: str) -> Sequence[str]:
-        """Return the words of a loop: those of `$(seq 5)` and `{1..$N}`, too."""
+        """The values of a loop, including `$(seq 5)` and `{1..$N}`."""
         text = released(self.text(raw))
         if found := _SEQ.fullmatch(text):
             first, last = (found[1], found[2]) if found[2] else ("1", found[1])
@@ -419,13 +419,13 @@ class Values:
     # ------------------------------------------------------------ assignments and numbers
 
     def restore(self, before: Mapping[str, list[str] | None]) -> None:
-        """Give variables the values that they had, None for none."""
+        """Reset variables to their earlier values; None removes a variable."""
         for name, value in before.items():
             self.variables.pop(name, None)
             self.variables |= {} if value is None else {name: value}
 
     def assign(self, raw: str) -> None:
-        """Set a variable, an element or an array, or add to one, from an assignment as written; skip another word."""
+        """Apply an assignment as written to a variable, an element or an array; skip any other word."""
         found = ASSIGNMENT.fullmatch(raw)
         if not found:
             if found := ASSIGNMENT.fullmatch(self.text(raw)):  # export "A=b"
@@ -456,9 +456,9 @@ class Values:
         self.variables[name] = [*before, *words]
 
     def number(self, text: str) -> int | None:
-        """Return the value of an expression of whole numbers, with `x = ` and `x += ` before it; None if it has none.
+        """Evaluate an integer expression that may begin with `x = ` or `x += `; None if it has no value.
 
-        Comparisons give 1 or 0. A quotient is rounded down.
+        Comparisons are 1 or 0. A quotient is rounded down.
         """
         self.spend(_EXPANSION + 2 * len(text))
         text = re.sub(r"^\s*(?:(\w+)(\+\+|--)|(\+\+|--)(\w+))\s*$", r"\1\4 \2\3", text)
@@ -481,7 +481,7 @@ class Values:
 
 
 def _sequence(text: str, most: int) -> list[str]:
-    """Return the numbers or letters of `{1..3}`, `{01..10..3}` or `{c..a}`, `most` at most; none for another text."""
+    """The numbers or letters of `{1..3}`, `{01..10..3}` or `{c..a}`, at most `most`; empty for any other text."""
     if not (found := _SEQUENCE.fullmatch(text)):
         return []
     first, last, letters, step = found.groups()
@@ -493,5 +493,5 @@ def _sequence(text: str, most: int) -> list[str]:
 
 
 def _held(text: str) -> str:
-    """Return a text as written whose blanks end no word."""
+    """A text in which blanks are replaced by placeholders, so that they do not end a word."""
     return text.translate(_HOLD)

@@ -28,7 +28,7 @@ COMMANDS = {
 OTHER_COMMANDS = {
     "interactive_chat": "`rlhf chat` talks to a policy",
 }
-"""Command that is not translated -> its equivalent here."""
+"""Command that is not translated -> the equivalent of this project."""
 
 OFFLINE = "sft rm dpo kto prm kd"
 TRAIN = f"{OFFLINE} ppo"
@@ -41,7 +41,7 @@ Kind: TypeAlias = Literal["switch", "value", "many"]
 
 
 class Flag(NamedTuple):
-    """One flag: its name here (the older spelling, if there are two), and its other spellings."""
+    """One flag: its name here (the older one if there are two spellings), and its other spellings."""
 
     name: str
     others: tuple[str, ...]
@@ -177,7 +177,7 @@ _FLAGS: Mapping[tuple[str, Kind], str] = {
         actor.freeze_visual_encoder perf
     """,
 }
-"""(commands, kind) -> their flags, each with its other spellings after `=`."""
+"""(commands, kind) -> flags of these commands, each followed by its other spellings after `=`."""
 
 FLAGS = tuple(
     Flag(name, tuple(others), commands, kind)
@@ -312,18 +312,18 @@ class Given(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Return the value as written; empty for a switch."""
+        """The value as written; empty for a switch."""
         return " ".join(self.words)
 
     @property
     def shown(self) -> str:
-        """Return the value as a report shows it: without a secret."""
+        """The value as reports print it, with secrets hidden."""
         return HIDDEN if is_secret(self.flag) else self.text
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """The flags of one command: by name as OpenRLHF reads them, the unknown ones, and those that are repeated later."""
+    """The flags of one command: those OpenRLHF reads (by name), unknown flags, and flags that are repeated later."""
 
     module: str
     command: str
@@ -334,18 +334,18 @@ class Arguments:
 
     @property
     def dotted(self) -> bool:
-        """Return whether the command uses the dotted flags of 0.10.2 and later."""
+        """Whether the command uses the dotted flags of 0.10.2 and later."""
         return any("." in given.flag for given in self.given.values())
 
     def default(self, name: str) -> str | None:
-        """Return OpenRLHF's default, None if the flag has none that a profile needs."""
+        """OpenRLHF's default; None if the flag has none that a profile must repeat."""
         for group in ("ppo dotted" if self.dotted and self.command == "ppo" else "", self.command, "all"):
             if group in DEFAULTS and name in DEFAULTS[group]:
                 return DEFAULTS[group][name]
         return None
 
     def spelling(self, name: str) -> str:
-        """Return the flag as the script spells it, or else as the command's version does."""
+        """The flag as spelled in the script, or as the command's version of OpenRLHF spells it."""
         if name in self.given:
             return self.given[name].flag
         others = [other for flag in FLAGS if flag.name == name for other in flag.others if "." in other]
@@ -354,7 +354,7 @@ class Arguments:
 
 
 def read_arguments(command: Command, *, lenient: bool) -> Arguments:
-    """Return the flags of a command; raise ConfigError for words that OpenRLHF would refuse, unless `lenient`."""
+    """Read the flags of a command. Raises ConfigError for words that OpenRLHF would reject, unless `lenient`."""
     name = COMMANDS[command.module]
     known = {spelled: flag for flag in FLAGS if name in flag.commands.split() for spelled in _spellings(flag)}
     given: dict[str, Given] = {}
@@ -381,7 +381,7 @@ def _spellings(flag: Flag) -> list[str]:
 
 
 def _remedy(flag: str, known: list[str]) -> str:
-    """Return the remedy for an unknown flag: the nearest one, or the command that has it."""
+    """The remedy for an unknown flag: the closest known flag, or the commands that have it."""
     owners = {name for one in FLAGS if flag in _spellings(one) for name in one.commands.split()}
     if modules := [module for module, name in COMMANDS.items() if name in owners]:
         return f"it is one of {', '.join(modules)}: remove it"
@@ -390,7 +390,7 @@ def _remedy(flag: str, known: list[str]) -> str:
 
 
 def _without_unknown_values(flag: Flag, given: Given) -> tuple[Given, list[Given]]:
-    """Return a flag without words such as `$EXTRA` that it has no use for, since flags may be in them, and those words."""
+    """Separate surplus words such as `$EXTRA` from a flag, since they may hold flags. Returns flag and words."""
     room = {"switch": 0, "value": 1, "many": len(given.words)}[flag.kind]
     extra = [word for word in given.words[room:] if word.startswith("$")]
     kept = tuple(word for at, word in enumerate(given.words) if at < room or not word.startswith("$"))
@@ -398,7 +398,7 @@ def _without_unknown_values(flag: Flag, given: Given) -> tuple[Given, list[Given
 
 
 def _split(words: Sequence[str], known: dict[str, Flag]) -> list[Given]:
-    """Return each flag with the words up to the next one. A launcher's flags (not `known`) have at most one word."""
+    """Split words into flags, each with the words up to the next one. Launcher flags (not `known`) have at most one."""
     found: list[tuple[str, list[str]]] = []
     for word in words:
         flag, separator, value = word.partition("=")
@@ -459,7 +459,7 @@ _WITHOUT_EFFECT = {
     "[conditional_sft.condition] template writes the reward into the prompt": "reward_template",
     "[conditional_sft.condition] requests the best level": "csft_prompt",
 }
-"""Why flags have no effect here -> these flags."""
+"""Reason why flags have no effect here -> these flags."""
 IGNORED = {flag: reason for reason, flags in _WITHOUT_EFFECT.items() for flag in flags.split()}
 
 

@@ -1,4 +1,4 @@
-"""Translate the commands that learn from rows: train_sft, train_rm, train_dpo, train_kto, train_prm, train_kd."""
+"""Translate the commands that train on rows: train_sft, train_rm, train_dpo, train_kto, train_prm, train_kd."""
 
 import json
 from pathlib import PurePosixPath
@@ -18,7 +18,7 @@ from rlhf_contrib.openrlhf.policy_rules import (
 
 # ---------------------------------------------------------------- data rules
 
-_LONGEST_DOCUMENT = 100_000_000  # tokens: more than a book, so that none is dropped
+_LONGEST_DOCUMENT = 100_000_000  # tokens: more than a book, so no document is dropped
 _ALL_ROWS = 1_000_000
 """OpenRLHF's default of --max_samples for offline commands; this many or more means every row."""
 _FILES = (".jsonl", ".json", ".csv", ".parquet", ".arrow", ".gz", ".py")
@@ -63,7 +63,7 @@ def add_source(one: Sheet, fields: dict[str, object], use: str, comment: str) ->
 
 
 def source(one: Sheet, path: str, *, row_format: str, columns: dict[str, str]) -> dict[str, object]:
-    """Return the fields of a source except its use; a source on the Hub needs a commit."""
+    """The fields of a source except its use; a source on the Hub needs a commit."""
     location, _, folder = path.partition("@")
     name = PurePosixPath(location).name or "data"
     for suffix in reversed(_FILES):
@@ -82,7 +82,7 @@ def source(one: Sheet, path: str, *, row_format: str, columns: dict[str, str]) -
 
 
 def max_rows(one: Sheet) -> None:
-    """Write the maximum number of rows; both sides count per table, after mixing."""
+    """Write the maximum number of rows. Both projects count per table, after mixing."""
     if not one.has("max_samples"):
         return
     rows = one.integer("max_samples")
@@ -93,7 +93,7 @@ def max_rows(one: Sheet) -> None:
 
 
 def translate_held_out(one: Sheet, use: str, *, row_format: str, columns: dict[str, str]) -> None:
-    """Write each data set of --eval_dataset as a source of the held-out rows of the table `use`, read as those to train on."""
+    """Write each data set of --eval_dataset as held-out rows of the table `use`, in the format of the training rows."""
     for path in [path.strip() for path in one.text("eval_dataset").split(",") if path.strip()]:
         fields = source(one, path, row_format=row_format, columns=columns)
         fields["split"] = one.text("eval_split")
@@ -137,7 +137,7 @@ def translate_chat(one: Sheet) -> None:
 
 
 def _documents(one: Sheet) -> bool:
-    """Return whether a command of SFT reads documents, of which it trains on all tokens."""
+    """Whether an SFT command trains on all tokens of documents (--pretrain_mode)."""
     return one.arguments.command == "sft" and one.has("pretrain_mode")
 
 
@@ -168,12 +168,12 @@ def _raw_text(one: Sheet) -> None:
 STARTS = ("base", "sft", "rejection_sampling")
 """Policies from which [dpo] may start."""
 TEACHERS = (*STARTS[1:], "dpo", "iterative_dpo", "ppo")
-"""Sections whose policies may teach."""
+"""Sections whose policies may be teachers."""
 MADE_BY_SELECTION = "the rows are made by [{section}.select]"
 
 
 def translate_sft(one: Sheet, section: str) -> None:
-    """Write supervised fine-tuning. `section` is "sft", or the flow on whose answers it trains."""
+    """Write supervised fine-tuning. `section` is "sft", or the flow whose answers it trains on."""
     key = "sft" if section == "sft" else f"{section}.sft"
     _training(one, key)
     _seed_and_lengths(one, f"{key}.max_length")
@@ -237,7 +237,7 @@ def translate_dpo(one: Sheet, section: str) -> None:
 
 
 def reference(one: Sheet) -> None:
-    """Write the reference of DPO where it is not the policy that training starts from."""
+    """Write the reference of DPO if it differs from the initial policy."""
     made = one.draft.made.get(one.text("ref_pretrain"), "")
     if not made:
         one.put("recipe.reference.stage", "import_policy")
@@ -275,7 +275,7 @@ def kto(one: Sheet, section: str) -> None:
 
 
 def translate_process_reward_model(one: Sheet, section: str) -> None:
-    """Write the process reward model. OpenRLHF judges a step by the token at a placeholder, we by a scalar head."""
+    """Write the process reward model. OpenRLHF scores a step by a placeholder's logits, we by a scalar head."""
     _training(one, section)
     _seed_and_lengths(one, f"{section}.max_length")
     adapters(one, f"{section}.lora")
@@ -355,7 +355,7 @@ def _preferences(one: Sheet) -> None:
 
 
 def _made_rows(one: Sheet, section: str, columns: tuple[str, ...]) -> None:
-    """Record that the flow itself makes the rows."""
+    """Record that the flow itself produces the rows."""
     for name in ("dataset", "dataset_probs", "dataset_split", *columns):
         one.elsewhere(name, MADE_BY_SELECTION.format(section=section))
     for name in ("max_samples", "eval_dataset", "eval_split", "input_template", "apply_chat_template"):

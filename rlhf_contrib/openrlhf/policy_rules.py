@@ -40,7 +40,7 @@ def advantage(one: Sheet) -> None:
 
 
 def policy_loss(one: Sheet) -> None:
-    """Write the clipped loss. Two bounds take precedence over one, and gspo has its own aggregation."""
+    """Write the clipped loss. Two bounds take precedence over one, and gspo has a separate aggregation."""
     kind = "gspo" if one.text("policy_loss_type") == "gspo" else "clip"
     one.put("ppo.loss.type", kind, "policy_loss_type")
     name = "eps_clip_low_high" if one.has("eps_clip_low_high") else "eps_clip"
@@ -63,7 +63,7 @@ def policy_loss(one: Sheet) -> None:
 
 
 def kl(one: Sheet) -> None:
-    """Write the KL penalty: k1 in the reward; in the loss k2, k3 as it is, or any value with the gradient of k2."""
+    """Write the KL penalty: k1 in the reward; in the loss k2, k3 unchanged, or any value with the gradient of k2."""
     one.put("ppo.kl.coef", one.number("init_kl_coef"), "init_kl_coef")
     estimator = "k3" if one.has("use_kl_estimator_k3") else one.text("kl_estimator")
     name = "use_kl_estimator_k3" if one.has("use_kl_estimator_k3") else "kl_estimator"
@@ -97,7 +97,7 @@ def kl(one: Sheet) -> None:
 
 
 def _kl_in_loss(one: Sheet, name: str, estimator: str) -> None:
-    """Write the estimator of a penalty in the loss; `unbiased_gradient` gives each of them the gradient of k2."""
+    """Write the estimator of a penalty in the loss; with `unbiased_gradient` every estimator has the gradient of k2."""
     unbiased = "algo.kl.unbiased_gradient"
     if one.has(unbiased):
         one.put(
@@ -152,7 +152,7 @@ def correction(one: Sheet) -> None:
 
 
 def _divergence(one: Sheet, level: str, mode: str, gating: str) -> None:
-    """Write a mask by the divergence of sampler and trainer, whose kept tokens weigh their ratio (0.11.2)."""
+    """Write the mask by sampler-trainer divergence; the tokens it keeps are weighted by their ratio (0.11.2)."""
     said, bounds = one.text(gating), one.numbers("vllm_is_truncated_threshold")
     gates = {"binary_kl": "kl", "tv": "tv"}
     one.put("ppo.correction.level", "sequence" if one.text(level) == "seq" else "token", level)
@@ -173,7 +173,7 @@ def _divergence(one: Sheet, level: str, mode: str, gating: str) -> None:
 
 
 def shaping(one: Sheet, answer_tokens: int) -> None:
-    """Write the changes to a reward: normalization, clip, penalty for overlong answers."""
+    """Write the changes to a reward: normalization, clipping, and the penalty for overlong answers."""
     if one.has("normalize_reward") and one.has("dynamic_filtering"):
         reason = "the bounds of dynamic sampling are of rewards as they are"
         one.refuse("normalize_reward", reason, "reward_model.centering_coef, or ppo.rewards.clip")
@@ -243,7 +243,7 @@ _ATTENTION = ("sdpa", "eager", "flash_attention_2")
 
 
 def base_model(one: Sheet) -> str:
-    """Write the model that a command starts from; return the section that made it, "base" for an external model."""
+    """Write the initial model of a command. Returns the section that produced it; "base" is an external model."""
     path = one.needed("pretrain")
     if path in one.draft.made:
         one.elsewhere("pretrain", f"the result of [{one.draft.made[path]}]")
@@ -254,7 +254,7 @@ def base_model(one: Sheet) -> str:
 
 
 def external_model(one: Sheet, key: str, name: str) -> None:
-    """Write a model from outside, given by the flag `name`: its folder, or its name on the Hub and a commit to be set."""
+    """Write an external model, named by the flag `name`: its folder, or its name on the Hub and a commit to fill in."""
     path = one.text(name)
     one.put(f"{key}.path", path, name)
     if path.count("/") == 1 and not path.startswith((".", "/", "~")):
@@ -263,7 +263,7 @@ def external_model(one: Sheet, key: str, name: str) -> None:
 
 
 def start_from(one: Sheet, section: str, allowed: tuple[str, ...]) -> None:
-    """Write the policy that a section starts from, also its reference on both sides; some results are not allowed."""
+    """Write the initial policy of a section, also its reference in both projects. `allowed` lists valid sections."""
     start = base_model(one)
     if start in allowed:
         one.put(f"{section}.start_from", start, "pretrain")
@@ -273,7 +273,7 @@ def start_from(one: Sheet, section: str, allowed: tuple[str, ...]) -> None:
 
 
 def trainer(one: Sheet) -> None:
-    """Write the trainer's settings; rows per rank and partitioning mean the same on both sides."""
+    """Write the trainer's settings; rows per rank and partitioning mean the same in both projects."""
     precision(one)
     one.put("runtime.trainer.zero_stage", one.integer("zero_stage"), "zero_stage")
     one.put("runtime.trainer.micro_batch", one.integer("micro_train_batch_size"), "micro_train_batch_size")
@@ -298,7 +298,7 @@ def trainer(one: Sheet) -> None:
 
 
 def split(one: Sheet) -> None:
-    """Write how many workers share a row or a weight; rows are split by heads (Ulysses), not in a ring."""
+    """Write how many workers share a row or a weight. Rows are split by heads (Ulysses) instead of in a ring."""
     ring, tensor = _parts(one, "ring_attn_size"), _parts(one, "ds_tensor_parallel_size")
     if "runtime.train_workers" not in one.draft.values and ring * tensor > 1:
         one.put("runtime.train_workers", ring * tensor, note="the fewest that can share")
@@ -315,7 +315,7 @@ def split(one: Sheet) -> None:
 
 
 def precision(one: Sheet) -> None:
-    """Write the precision of training, and of sampling if there is any: always bfloat16, regardless of the flags."""
+    """Write the precision of training, and of sampling if any: always bfloat16, regardless of the flags."""
     name = "bf16" if one.has("bf16") and not one.has("param_dtype") else "param_dtype"
     names = [name] if name == "bf16" or one.text(name) == "bf16" else []
     one.put("runtime.trainer.dtype", "bfloat16", *names)
@@ -399,7 +399,7 @@ def schedule(one: Sheet, key: str, *, head: str) -> None:
 
 
 def loop(one: Sheet, key: str) -> None:
-    """Write the training loop; a batch is one optimizer step over all ranks on both sides."""
+    """Write the training loop; in both projects a batch is one optimizer step over all ranks."""
     one.put(f"{key}.batch_size", one.integer("train_batch_size"), "train_batch_size")
     one.put(f"{key}.epochs", one.integer("max_epochs"), "max_epochs")
     for name, ours, otherwise in (
@@ -414,9 +414,9 @@ def loop(one: Sheet, key: str) -> None:
 
 
 def exports(one: Sheet, key: str) -> None:
-    """Write how often the policy is exported on the way, which OpenRLHF does with every checkpoint.
+    """Write how often training exports the policy; OpenRLHF does it with every checkpoint.
 
-    Policies on the way are named by their steps, so only a training with a known number of steps has them.
+    Exported policies are named by their steps, so only training with a known number of steps has them.
     """
     every = one.integer("save_steps") if one.has("save_steps") else 0
     if not one.has("save_hf_ckpt") or every < 1:
@@ -436,7 +436,7 @@ def exports(one: Sheet, key: str) -> None:
 
 
 def trackers(one: Sheet) -> None:
-    """Write the trackers that get the metrics, too. A key of W&B stays out of the profile."""
+    """Write the additional trackers that receive metrics. A W&B key is not copied to the profile."""
     before = one.draft.values.get("track.also")
     names = {"wandb": "use_wandb", "tensorboard": "use_tensorboard"}
     asked = {ours: one.flag(theirs) for ours, theirs in names.items() if one.has(theirs)}
@@ -470,5 +470,5 @@ def _parts(one: Sheet, name: str) -> int:
 
 
 def _of_head(one: Sheet, head: str, older: str, dotted: str) -> str:
-    """Return the flag that a head's optimizer reads: only the dotted flags have one for the value model."""
+    """The flag that an optimizer's head reads; only the dotted flags have one for the value model."""
     return f"critic.{dotted}" if head == "critic" and (one.arguments.dotted or one.has(f"critic.{dotted}")) else older

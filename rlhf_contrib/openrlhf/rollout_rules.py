@@ -1,6 +1,6 @@
 """Translate the rollout flags of train_ppo and train_ppo_ray: batch sizes, placement and rewards.
 
-Translate batch_inference (the answers and scores of rejection sampling, iterative DPO and conditional SFT), serve_rm
+Also translates batch_inference (answers and scores of rejection sampling, iterative DPO and conditional SFT), serve_rm
 and lora_combiner.
 """
 
@@ -28,7 +28,7 @@ from rlhf_core.rewards.model import has_scalar_head
 # ---------------------------------------------------------------- sampling rules
 
 FLOWS = {"rs": "rejection_sampling", "iter_dpo": "iterative_dpo", "csft": "conditional_sft"}
-"""Value of --post_processor -> the section that replaces the whole flow."""
+"""Value of --post_processor -> the section that replaces the whole flow of commands."""
 _LAST = {"rejection_sampling": "sft", "iterative_dpo": "dpo", "conditional_sft": "sft"}
 _OWN_SECTIONS = {
     "sft": "sft",
@@ -45,7 +45,7 @@ _OWN_SECTIONS = {
 
 
 def sections(commands: Sequence[Arguments]) -> list[str]:
-    """Return the section of each command: its own, or the flow formed by a generate, a score and a train command."""
+    """The section of each command: a separate one, or the flow formed by a generate, a score and a train command."""
     found = [_OWN_SECTIONS[one.command] for one in commands]
     for last, training in enumerate(commands):
         scoring = _writer(commands, training, last)
@@ -59,7 +59,7 @@ def sections(commands: Sequence[Arguments]) -> list[str]:
 
 
 def _writer(commands: Sequence[Arguments], reader: Arguments, before: int) -> int | None:
-    """Return the last command before `before` whose output `reader` reads."""
+    """Index of the last command before `before` whose output `reader` reads; None if no command does."""
     written = [
         number
         for number, one in enumerate(commands[:before])
@@ -75,7 +75,7 @@ def _text(one: Arguments, name: str) -> str:
 
 
 def translate_generate(one: Sheet, section: str) -> None:
-    """Write the sampling of a flow; outside a flow it answers the prompts of [evaluate]."""
+    """Write the sampling of a flow. Outside of a flow, the command answers the prompts of [evaluate]."""
     _engines(one)
     table = "eval_prompts" if section == "evaluate" else "prompts"
     datasets(one, table, row_format="prompt", columns={"prompt": "input_key"})
@@ -117,7 +117,7 @@ def _lengths(one: Sheet, key: str) -> None:
 
 
 def translate_score(one: Sheet, section: str) -> None:
-    """Write the rewards of a flow and the selection by them."""
+    """Write the rewards of a flow and the selection by reward."""
     if section == "evaluate":
         for name in one.arguments.given:
             one.refuse(name, "scores are part of a flow", "[rejection_sampling], [iterative_dpo] or [conditional_sft]")
@@ -146,7 +146,7 @@ def translate_score(one: Sheet, section: str) -> None:
 
 
 def reward_model_of_rollouts(one: Sheet, name: str, key: str) -> None:
-    """Write a reward term for the profile's reward model: one that the script trains, or an external one, imported."""
+    """Write a reward term for the profile's reward model: one trained by the script, or an imported external one."""
     path = one.text(name)
     one.put(f"{key}.terms.reward_model.type", "reward_model", *([name] if path in one.draft.made else []))
     if path in one.draft.made:
@@ -166,14 +166,14 @@ def reward_model_of_rollouts(one: Sheet, name: str, key: str) -> None:
 
 
 def outside(one: Sheet, key: str, path: str, name: str) -> None:
-    """Write the import of a reward model, given by the flag `name`. OpenRLHF lets it read the policy's text as it is."""
+    """Write the import of a reward model, given by the flag `name`. OpenRLHF scores the policy's text unchanged."""
     one.put(f"{key}.path", path, name)
     if one.draft.template:
         one.put(f"{key}.template", "policy", note="the script applies no chat template")
 
 
 def translate_serve(one: Sheet, section: str) -> None:
-    """Note the command that serves a reward model: no profile has one."""
+    """Note the command that serves a reward model; profiles do not contain servers."""
     path = one.needed("reward_pretrain")
     made = one.draft.made.get(path, path)
     words = ["rlhf serve-reward --reward-model", made, "--port", str(one.integer("port"))]
@@ -196,7 +196,7 @@ def translate_serve(one: Sheet, section: str) -> None:
 
 
 def combine(one: Sheet, section: str) -> None:
-    """Record that adapters are merged on export; those from outside are merged before, by peft."""
+    """Record that adapters are merged on export; external adapters are merged beforehand, with peft."""
     base, adapter, out = (one.needed(name) for name in ("model_path", "lora_path", "output_path"))
     one.ignore("is_rm", "exports are merged, those of reward models, too")
     one.ignore("bf16", "an export has the precision of training")
@@ -274,9 +274,9 @@ def translate_ppo(one: Sheet, section: str) -> None:
 
 
 def lengths(one: Sheet) -> int:
-    """Write the limits in tokens; return the maximum number of tokens of an answer.
+    """Write the token limits; returns the maximum number of tokens of an answer.
 
-    Up to 0.9.9, prompts and answers have a limit each; later versions limit both together and, if given, the answer.
+    Up to 0.9.9, prompts and answers have separate limits; later versions limit both together and, if given, the answer.
     """
     total_is_said = one.arguments.dotted or one.has("max_new_tokens")
     names = ("max_len", "max_new_tokens") if total_is_said else ("prompt_max_len", "generate_max_len")
@@ -306,7 +306,7 @@ def lengths(one: Sheet) -> int:
 
 
 def steps(one: Sheet) -> None:
-    """Write the step: R prompts of n samples each, and optimizer steps over `train_batch_size` of R * n rollouts."""
+    """Write the step: R prompts with n samples each, and optimizer steps over `train_batch_size` of R * n rollouts."""
     prompts, samples, batch = (
         one.count(name) for name in ("rollout_batch_size", "n_samples_per_prompt", "train_batch_size")
     )
@@ -337,7 +337,7 @@ def steps(one: Sheet) -> None:
 
 
 def pools(one: Sheet) -> None:
-    """Write the models that have GPUs of their own beside those of the policy, as Ray places them there."""
+    """Write which models have GPUs separate from the policy's, following Ray's placement there."""
     scored = bool(one.text("reward_pretrain")) and not (one.text("remote_rm_url") or one.text("agent_func_path"))
     used = {
         "ref": one.number("init_kl_coef") > 0,
@@ -350,7 +350,7 @@ def pools(one: Sheet) -> None:
         beside["ref"] = "colocate_actor_ref", "the policy"
     if one.has("colocate_all_models"):
         beside = dict.fromkeys(used, ("colocate_all_models", "the policy"))
-    # These two leave even --colocate_all_models. Without a value model OpenRLHF does not read the flag.
+    # These two flags override even --colocate_all_models. Without a value model OpenRLHF ignores this flag.
     pair = used["critic"] and one.has("colocate_critic_reward")
     if pair:
         beside.pop("critic", None)
@@ -376,7 +376,7 @@ def pools(one: Sheet) -> None:
 
 
 def _engines_have_all(one: Sheet, tensor_parallel: int) -> bool:
-    """True if engines of several GPUs have as many as train."""
+    """Whether engines that span several GPUs use as many GPUs as training."""
     if one.arguments.module != "train_ppo_ray" or not one.has("vllm_num_engines"):
         return False
     trained = one.count("actor_num_nodes") * one.count("actor_num_gpus_per_node")
@@ -384,7 +384,7 @@ def _engines_have_all(one: Sheet, tensor_parallel: int) -> bool:
 
 
 def placement(one: Sheet) -> None:
-    """Write workers and engines. A shared GPU is split in halves between one train worker and one engine."""
+    """Write workers and engines. A shared GPU is split in half between a train worker and an engine."""
     if one.arguments.module == "train_ppo_ray":
         number = one.count("actor_num_nodes") * one.count("actor_num_gpus_per_node")
         one.put("runtime.train_workers", number, "actor_num_nodes", "actor_num_gpus_per_node")
@@ -433,7 +433,7 @@ def placement(one: Sheet) -> None:
 
 
 def rewards(one: Sheet) -> None:
-    """Write the reward terms: an agent's own, a `reward_func` file or servers unchanged, or the reward model."""
+    """Write the reward terms: an agent's rewards, a `reward_func` file or servers unchanged, or the reward model."""
     if one.text("agent_func_path").endswith(".py"):
         agent(one)
         return
@@ -491,7 +491,7 @@ def overlap(one: Sheet) -> None:
 
 
 def critic(one: Sheet) -> None:
-    """Write the model that the value model starts from, if it is not the first reward model."""
+    """Write the initial model of the value model if it is not the first reward model."""
     path = one.text("critic_pretrain")
     made = one.draft.made.get(path, "base" if path == one.text("pretrain") else "")
     scoring = [part.strip() for part in one.text("reward_pretrain").split(",")]
@@ -510,7 +510,7 @@ def critic(one: Sheet) -> None:
 
 
 def value_model(one: Sheet) -> None:
-    """Write the value model's optimizer. The value model starts from the reward model, or the policy, on both sides."""
+    """Write the value model's optimizer. Both projects start the value model from the reward model, or the policy."""
     if one.text("advantage_estimator") == "gae":
         optimizer(one, "ppo.value.optimizer", head="critic")
         if one.text("critic_pretrain") not in ("", one.text("reward_pretrain").split(",")[0].strip()):

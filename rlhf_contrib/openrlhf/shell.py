@@ -1,9 +1,9 @@
-"""Find the OpenRLHF commands of a shell script, by reading it as a shell would. Nothing is run.
+"""Find the OpenRLHF commands of a shell script by interpreting its syntax. Nothing is run.
 
-Assignments, arrays, here-documents, functions, `set --`, `eval` and scripts inside `bash -c "..."` have their effect.
-A condition is decided by the values of the script, if they suffice. Whatever is read in another way than a shell would,
-or not at all, has a note with its line: choices that the script leaves open, loops, `source`, and flags on a line of
-their own, which belong to the command before a forgotten backslash or before a comment between continued lines.
+Assignments, arrays, here-documents, functions, `set --`, `eval` and scripts inside `bash -c "..."` take effect.
+Conditions are evaluated if the script sets all values in them. Every part that is skipped, or read differently from a
+shell, gets a note with its line: undecided choices, loops, `source`, and flags on a separate line, which belong to the
+command before a forgotten backslash or before a comment between continued lines.
 """
 
 import re
@@ -29,15 +29,15 @@ _DECLARERS = {"export", "local", "declare", "typeset", "readonly"}
 _TESTS = {"[", "test", "[[", "((", "true", "false", ":"}
 _ARGUMENT = re.compile(r"\$(\d|OPTARG)")
 _DEEPEST = 20
-"""Calls of functions inside each other."""
+"""Maximum depth of nested function calls."""
 _LOOK, _STEP, _COMMAND = 20, 100, 10_000
-"""Units of work for a word that is looked at, a command, and one of OpenRLHF, whose flags are translated."""
+"""Units of work for a word that is examined, a command, and an OpenRLHF command, whose flags are translated."""
 _OTHERWISE = "the values in the script choose otherwise"
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One call of `openrlhf.cli.<module>`: the words before the module (the launcher's) and those after it."""
+    """One call of `openrlhf.cli.<module>`: the words before the module (the launcher's) and the words after it."""
 
     module: str
     launcher: tuple[str, ...]
@@ -51,11 +51,11 @@ class Script(NamedTuple):
     variables: dict[str, str]
     notes: list[str]
     hidden: Callable[[str], str]
-    """Returns a text without the secrets of the script."""
+    """Function that removes the script's secrets from a text."""
 
 
 def read_commands(text: str) -> Script:
-    """Return the OpenRLHF commands of a script; raise ConfigError for a quote or a bracket that is not closed.
+    """Read the OpenRLHF commands of a script; raises ConfigError for an unclosed quote or bracket.
 
     >>> read_commands("M=base; deepspeed --module openrlhf.cli.train_sft --pretrain $M").commands[0].words
     ('--pretrain', 'base')
@@ -86,7 +86,7 @@ def read_commands(text: str) -> Script:
 
 
 class _Shell:
-    """A reader of a script in the order in which a shell runs it."""
+    """Reads a script in the order in which a shell would run it."""
 
     def __init__(self, secrets: ScriptSecrets) -> None:
         self.secrets = secrets
@@ -104,13 +104,13 @@ class _Shell:
     # ------------------------------------------------------------ notes
 
     def note(self, line: int, text: str, names: set[str] | None = None) -> None:
-        """Add a note; with `names`, one that matters only if the script uses one of these variables."""
+        """Add a note. With `names`, the note is kept only if the script uses one of these variables."""
         shown = released(text)
         self.values.spend(_STEP + len(shown))
         self._notes.append((f"line {line}: {shown}" if line else shown, names))
 
     def relevant_notes(self) -> list[str]:
-        """Return the notes that matter, each once."""
+        """The notes that apply to this script, without duplicates."""
         notes = [text for text, names in self._notes if names is None or names & self.values.used]
         named = {name for _, names in self._notes for name in names or ()}
         kept = (released(text) for name, text in self._kept.items() if name in self.values.used - named)
@@ -119,7 +119,7 @@ class _Shell:
     # ------------------------------------------------------------ lists and blocks
 
     def script(self, text: str, line: int) -> bool | None:
-        """Read a script that begins at a line; return its status as `_items` does."""
+        """Read a script that begins at a line; returns its exit status as `_items` does."""
         self.values.spend(_STEP + COMMANDS * len(text))
         outside, self._before, self._follows = (self._before, self._follows), [], False
         status = self._items(parse(text, line))
@@ -127,7 +127,7 @@ class _Shell:
         return status
 
     def _items(self, items: Sequence[Item]) -> bool | None:
-        """Read a list of commands; return whether it succeeds, None if unknown."""
+        """Read a list of commands; returns whether it succeeds, None if unknown."""
         status: bool | None = True
         for item in items:
             self.values.spend(_STEP)
@@ -169,7 +169,7 @@ class _Shell:
     # ------------------------------------------------------------ choices
 
     def _choice(self, block: Block, decisions: list[bool | None]) -> None:
-        """Read the branches of `if` or `case` that may run: open ones up to the first that is true."""
+        """Read the branches of `if` or `case` that may run: undecided ones, up to the first that is true."""
         maybe: list[bool] = []
         done = False
         for branch, decision in zip(block.branches, decisions, strict=True):
@@ -188,7 +188,7 @@ class _Shell:
             self.note(block.line, f"of the branches of `{block.kind}` a shell runs one; the commands of all are read")
 
     def _decided(self, branch: Branch) -> bool | None:
-        """Return whether a condition holds, None if the script does not decide it."""
+        """Evaluate the condition of a branch; None if the script does not determine it."""
         status = self._items(branch.condition)
         last = branch.condition[-1].node if branch.condition else None
         return status if isinstance(last, Simple) and last.words and last.words[0] in _TESTS else None
@@ -203,7 +203,7 @@ class _Shell:
         return any(fnmatchcase(text, pattern) for pattern in patterns)
 
     def _maybe(self, line: int, what: str, items: Sequence[Item]) -> None:
-        """Read commands that may not run. Undo what they assign to a name that has a value, or from an argument."""
+        """Read commands that may not run. Undo assignments to names that already have a value, or from an argument."""
         variables, before = self.values.variables, dict(self.values.variables)
         self.values.spend(_STEP + 10 * len(before))
         self._items(items)
@@ -226,7 +226,7 @@ class _Shell:
             self.note(line, text, {name.partition("[")[0]})
 
     def _skipped(self, line: int, what: str, items: Sequence[Item]) -> None:
-        """Add a note on commands that do not run with the values of the script, if they could matter."""
+        """Add a note on commands that the script's own values exclude, if they could matter."""
         nodes = self._leaves(items)
         mentioned = [one for node in nodes for text in node.texts() for one in _MENTION.findall(text)]
         if mentioned:
@@ -263,7 +263,7 @@ class _Shell:
             self.note(block.line, text, None if len(self.commands) > number else names)
 
     def _for(self, block: Block) -> None:
-        """Read the commands of a loop for each value, but an OpenRLHF command for the first value alone."""
+        """Read the commands of a loop for each value; an OpenRLHF command only for the first value."""
         name, body = block.head[0], block.branches[0].body
         if name == "((":
             self.values.number(block.head[1].partition(";")[0])
@@ -291,7 +291,7 @@ class _Shell:
     # ------------------------------------------------------------ simple commands
 
     def _simple(self, node: Simple) -> bool | None:
-        """Read a simple command; return its status as `_items` does. One that is not known is taken to succeed."""
+        """Read a simple command; returns its status as `_items` does. Unknown commands are assumed to succeed."""
         if node.words and node.words[0] == "((":
             number = self.values.number(node.words[1])
             return None if number is None else number != 0
@@ -320,7 +320,7 @@ class _Shell:
         return status
 
     def _run(self, node: Simple, words: list[str]) -> bool | None:
-        """Read a command whose words are expanded."""
+        """Run the shell's built-in effects of a command whose words are already expanded."""
         read = words[0] != ":" and (words[0] not in _PRINTERS or node.to_file)
         if node.bodies and read and self._reads(node, words):
             return True
@@ -357,7 +357,7 @@ class _Shell:
         return True
 
     def _reads(self, node: Simple, words: list[str]) -> bool:
-        """Read the here-document of a command, into a variable or as a script; return whether it is either."""
+        """Read the here-document of a command into a variable or as a script; returns whether it is one of these."""
         body = node.bodies[-1]
         self.values.spend(len(body.text))
         if words[0] in ("read", "mapfile", "readarray"):
@@ -383,7 +383,7 @@ class _Shell:
         self.values.arguments = outside
 
     def functions_without_a_call(self) -> None:
-        """Read the commands of functions that the script defines and does not call."""
+        """Read the commands of functions that the script defines but never calls."""
         for name, block in self._functions.items():
             number = len(self.commands)
             if name not in self._ever_called:
@@ -392,7 +392,7 @@ class _Shell:
                 self.note(block.line, f"function {name} is not called; its commands are read")
 
     def _program(self, line: int, words: list[str]) -> None:
-        """Read a call of a program: a line that begins with a flag goes on with the command before."""
+        """Read a call of a program. A line that begins with a flag continues the previous command."""
         loose = words[0].startswith("-")
         if loose:
             if self._follows:
@@ -410,7 +410,7 @@ class _Shell:
         self._before, self._follows = words, found
 
     def _find(self, words: list[str], line: int) -> bool:
-        """Add the OpenRLHF command among the words, or those of a script in one of them; return whether it is one."""
+        """Add the OpenRLHF commands in the words or in a script among them; returns whether one was found."""
         self.values.spend(_LOOK * len(words) + sum(map(len, words)))
         for number, word in enumerate(words):
             if found := _MODULE.search(word):

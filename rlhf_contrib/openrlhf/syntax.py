@@ -1,7 +1,7 @@
-"""Parse a shell script to commands. Their words stay as written, with quotes and `$`; `shell` expands them.
+"""Parse a shell script into commands. Their words stay as written, with quotes and `$`; `shell` expands them.
 
-The grammar is that of POSIX with bash's arrays, `[[ ]]`, `(( ))`, `<<<`, `$'...'` and `function`. A block that is not
-closed at the end, or closed twice, is read as far as it goes, since people paste parts of scripts.
+The grammar is POSIX plus bash's arrays, `[[ ]]`, `(( ))`, `<<<`, `$'...'` and `function`. Because people paste parts of
+scripts, blocks that are never closed, or closed twice, are read as far as possible.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ _ARRAY = re.compile(r"[A-Za-z_]\w*\+?=")
 _NO_ARGUMENTS = re.compile(r"\([ \t]*\)")
 _PARAMETER = re.compile(r"\$(?:[A-Za-z_]\w*|[0-9@*#?$!-])")
 _PLAIN = re.compile(r"[\w./=:%+@*?^~-]+")
-"""A run of characters that neither end a word, a pattern, a bracket or a part of one nor begin one."""
+"""A run of characters that neither begin nor end a word, a pattern, a bracket or a part of one."""
 _PLAIN_IN_QUOTES = re.compile(r'[^"$`\\]+')
 _NO_WORDS = re.compile(r"(?:[ \t]|\\\n|\\[ \t]+(?=[#\n]))*(?:#[^\n]*)?")
-"""Blanks, joined lines, a comment; also a backslash that was meant to join lines, but for what is behind it."""
+"""Blanks, joined lines and a comment; also a backslash that was meant to join lines but is followed by blanks."""
 
 
 @dataclass
 class Body:
-    """The text of a here-document or here-string; `literal` if nothing in it is expanded."""
+    """The text of a here-document or here-string; `literal` if it is not expanded."""
 
     text: str
     literal: bool
@@ -48,7 +48,7 @@ class Scanner:
     # ------------------------------------------------------------ words
 
     def word(self) -> str:
-        """Return the word at the cursor as written; empty if there is none."""
+        """Read the word at the cursor as written; empty if the cursor is not at a word."""
         start = self.at
         while (char := self.peek()) and (char not in ENDS_WORD or self._goes_on(start)):
             if char in "(<>":
@@ -59,14 +59,14 @@ class Scanner:
         return self.text[start : self.at]
 
     def _goes_on(self, start: int) -> bool:
-        """Return whether the bracket at the cursor belongs to the word: an array, a pattern or `<(...)`."""
+        """Whether the bracket at the cursor belongs to the word: an array, a pattern or `<(...)`."""
         if self.text[self.at] == "(":
             before = self.text[max(start, self.at - 1) : self.at]
             return before in (*"?*+@!",) or bool(_ARRAY.fullmatch(self.text, start, self.at))
         return self.text[self.at] in "<>" and self.text[self.at + 1 : self.at + 2] == "("
 
     def array(self) -> list[str]:
-        """Consume an array from its `(` to its `)`, comments and line ends included; return its words."""
+        """Consume an array from `(` to `)`, including comments and line ends; returns its words."""
         self.at += 1
         words = []
         self.space()
@@ -79,7 +79,7 @@ class Scanner:
         return words
 
     def some_word(self) -> str:
-        """Return the next word, or the one character that no word begins with."""
+        """Read the next word, or a single character that cannot begin a word."""
         word = self.word()
         if not word:
             self.at += 1
@@ -109,7 +109,7 @@ class Scanner:
         self._unquoted_piece(_PLAIN_IN_QUOTES, quoted=True)
 
     def _unquoted_piece(self, plain: re.Pattern[str], *, quoted: bool) -> None:
-        """Consume what is read alike inside and outside of double quotes, but for the characters that are `plain` there."""
+        """Consume pieces with the same syntax inside and outside of double quotes; `plain` matches plain characters."""
         char = self.text[self.at]
         if char in "$`":
             self.dollar(quoted=quoted)
@@ -156,7 +156,7 @@ class Scanner:
         self.at += 1
 
     def parentheses(self) -> None:
-        """Consume from the `(` at the cursor to the `)` that closes it; quotes inside count as in words."""
+        """Consume from the `(` at the cursor to its closing `)`; quotes inside count as in words."""
         start, depth = self.at, 0
         while self.at < len(self.text):
             char = self.text[self.at]
@@ -196,7 +196,7 @@ class Scanner:
             self.blanks()
 
     def newline(self) -> None:
-        """Consume a line end, and the here-documents that begin after it, up to their last line, indented or not."""
+        """Consume a line end and the here-documents that begin after it, up to their last line, indented or not."""
         self.at += 1
         for end, body in self.awaited:
             found = re.compile(rf"^[ \t]*{re.escape(end)}[ \t]*$", re.MULTILINE).search(self.text, self.at)
@@ -205,7 +205,7 @@ class Scanner:
         self.awaited = []
 
     def peek(self) -> str:
-        """Return the character at the cursor; empty at the end."""
+        """The character at the cursor; empty at the end."""
         return self.text[self.at : self.at + 1]
 
     def step(self) -> None:
@@ -223,7 +223,7 @@ class Scanner:
         return taken
 
     def line(self) -> int:
-        """Return the number of the line at the cursor."""
+        """The line number at the cursor."""
         before, number = self._counted if self._counted[0] <= self.at else (0, self._first_line)
         self._counted = (self.at, number + self.text.count("\n", before, self.at))
         return self._counted[1]
@@ -245,7 +245,7 @@ _OPERATOR = re.compile(r"(&&|\|\|)|;;&|;[;&]?|\|&?|&(?!>)|\)|(?:then|do|done|fi|
 
 @dataclass(frozen=True)
 class Simple:
-    """A simple command: its words, the texts that it reads, and whether its output goes to a file.
+    """A simple command: its words, the texts that it reads, and whether its output is redirected to a file.
 
     `[[ x ]]` has the words "[[" and "x", `((x))` the words "((" and "x".
     """
@@ -256,7 +256,7 @@ class Simple:
     to_file: bool = False
 
     def texts(self) -> list[str]:
-        """Return its words and the texts that it reads."""
+        """The command's words and the texts that it reads."""
         return [*self.words, *(body.text for body in self.bodies)]
 
 
@@ -269,7 +269,7 @@ class Item(NamedTuple):
 
 
 class Branch(NamedTuple):
-    """A part of a block: its condition or patterns as written, the condition parsed, and the commands."""
+    """A part of a block: its condition or patterns as written, the parsed condition, and the commands."""
 
     line: int
     text: str
@@ -279,7 +279,7 @@ class Branch(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A compound command; `head` has the words of `for NAME in ...` and `case WORD`, and a function's name."""
+    """A compound command; `head` has the words of `for NAME in ...` or `case WORD`, or a function's name."""
 
     kind: str
     line: int
@@ -287,22 +287,22 @@ class Block(NamedTuple):
     branches: tuple[Branch, ...]
 
     def shown(self, branch: Branch) -> str:
-        """Return one of its branches as notes name it."""
+        """A branch as notes name it."""
         return branch.text if branch.text == "else" else f"{self.kind} {branch.text}"
 
 
 def parse(text: str, line: int = 1) -> tuple[Item, ...]:
-    """Return the commands of `text`, which begins at `line`; raise ConfigError for a quote or bracket that is open."""
+    """Parse the commands of `text`, which begins at `line`; raises ConfigError for an unclosed quote or bracket."""
     return _Parser(text, line).items()
 
 
 def array_words(text: str) -> list[str]:
-    """Return the words, as written, of an array `(...)`."""
+    """Split an array `(...)` into its words as written."""
     return _Parser(text, 1).scan.array()
 
 
 def pieces(text: str, *, quoted: bool = False) -> list[str]:
-    """Return the quotations, escapes, expansions, runs of plain characters and other characters of a word as written."""
+    """Split a word as written into quotations, escapes, expansions, runs of plain characters and other characters."""
     scan = _Parser(text, 1).scan
     found = []
     while scan.at < len(text):
@@ -325,7 +325,7 @@ def leaves(items: Sequence[Item]) -> Iterator[Simple]:
 
 
 def assigned_names(words: Iterable[str]) -> set[str]:
-    """Return the variables that assignments among the words set."""
+    """The variables that are set by assignments among the words."""
     return {found[1] for word in words if (found := ASSIGNMENT.fullmatch(word))}
 
 
@@ -357,7 +357,7 @@ class _Parser:
             operator = ";"
 
     def _operator(self) -> str:
-        """Consume an operator between commands, or a closer that nothing opened; return "" if there is none."""
+        """Consume an operator between commands, or a closer without an opener; "" if neither is at the cursor."""
         if self.scan.peek() == "\n":
             self.scan.newline()
             return "\n"
@@ -501,7 +501,7 @@ class _Parser:
             words.append(self.scan.some_word())
 
     def _redirections(self, bodies: list[Body]) -> bool:
-        """Consume blanks and redirections; return whether one of them sends the output to a file."""
+        """Consume blanks and redirections; returns whether one of them sends the output to a file."""
         to_file = False
         while True:
             self.scan.blanks()

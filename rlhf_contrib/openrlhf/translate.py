@@ -40,7 +40,7 @@ _SOURCES = "prepare_data.data"
 
 
 def render(draft: Draft, *, name: str) -> str:
-    """Return the profile; the tables are in the order of a pipeline."""
+    """The profile as TOML, with tables in the order of a pipeline."""
     tables: dict[str, list[str]] = {"": [f"name = {toml_literal(name)}"]}
     for key, value in draft.values.items():
         table, _, last = key.rpartition(".")
@@ -57,7 +57,7 @@ def render(draft: Draft, *, name: str) -> str:
 
 
 def _order(table: str) -> tuple[int, str]:
-    """Return the sort key of a table; nested tables follow their parent."""
+    """Sort key of a table: nested tables follow their parent."""
     sections = ["", *PipelineConfig.model_fields]
     return sections.index(table.partition(".")[0]), table
 
@@ -75,7 +75,7 @@ def _source(source: SheetSource) -> str:
 
 
 def _one_line(text: str) -> str:
-    """Return `text` in a form that a comment allows: without line ends and control characters."""
+    """`text` in a form that a TOML comment allows: without line ends and control characters."""
     return "".join(char if char.isprintable() else "?" for char in " ".join(text.split()))
 
 
@@ -102,19 +102,19 @@ class Translation:
     """A profile that `load_profile` accepts, and the report on the script."""
 
     profile: str
-    """The profile; empty if the script has only commands that need none, such as serve_rm."""
+    """The profile as TOML; empty if no command of the script needs one, such as serve_rm."""
     outcomes: tuple[Outcome, ...]
     notes: tuple[str, ...]
     """Notes that the user must read or act on before the first run."""
     template: str
-    """Content of the chat template's file, empty if the profile needs none."""
+    """Content of the chat template's file; empty if the profile needs none."""
 
 
 def translate(script: str, *, name: str, template_file: str, lenient: bool = False) -> Translation:
-    """Return the profile of a script and the outcome of each of its flags.
+    """Translate a script to a profile and the outcome of each of its flags.
 
-    Raises ConfigError for a script without a command that is translated, an unknown flag (unless `lenient`), and
-    settings that no profile may have. Errors, outcomes and notes show no secret of the script.
+    Raises ConfigError for a script without a translatable command, for an unknown flag (unless `lenient`), and for
+    settings that no profile may have. Errors, outcomes and notes never contain the script's secrets.
     """
     read = read_commands(script)
     hidden = read.hidden
@@ -169,7 +169,7 @@ def _translated(script: Script, *, name: str, template_file: str, lenient: bool)
 
 
 def _translate(one: Sheet, section: str) -> None:
-    """Apply the rules of a command, then the tables of flags that need none."""
+    """Apply the rules of a command, then the tables of flags that need no rule."""
     command = one.arguments.command
     if command == "infer":
         scores = one.text("eval_task") == "rm"
@@ -189,7 +189,7 @@ def _translate(one: Sheet, section: str) -> None:
 
 
 def _unread(one: Sheet) -> None:
-    """Record words that are no flag of the command, and flags that a later one replaces."""
+    """Record words that are not flags of the command, and flags that a later one overrides."""
     for given in one.arguments.repeated:
         one.extra(given, "ignored", "is given more than once, and the last one counts")
     for given in one.arguments.unknown:
@@ -199,7 +199,7 @@ def _unread(one: Sheet) -> None:
 
 
 def _of_the_script(error: ConfigError, draft: Draft) -> ConfigError:
-    """Return an error in the profile with the flag of the script, or the default, from which its key has its value."""
+    """Rewrite an error in the profile to name the script's flag, or the default, that its key was set from."""
     message = str(error)
     keys = [key for key in draft.values if message.startswith((f"{key} ", f"{key}.", f"{key}:"))]
     if not keys:
@@ -247,14 +247,14 @@ def report(translation: Translation) -> Iterator[RenderableType]:
 # ---------------------------------------------------------------- the verb
 
 STDIN = "-"
-REPORT_WIDTH = 160  # columns of a report that goes to a file: keys and flags stay on one line
+REPORT_WIDTH = 160  # columns of a report that is written to a file: keys and flags stay on one line
 
 
 def import_script(script: str, *, out: str, lenient: bool, console: Console) -> Translation:
     """Write the profile of `script` to the file `out` and the report to `console`.
 
-    Without `out` the profile goes to standard output and the report to standard error. Raises ConfigError if the script
-    does not exist or cannot be read in part, or if `out` exists already.
+    Without `out`, the profile is written to standard output and the report to standard error. Raises ConfigError if the
+    script does not exist or parts of it cannot be read, or if `out` already exists.
     """
     target = Path(out).expanduser() if out else Path("openrlhf.toml")
     template = target.with_suffix(".jinja")

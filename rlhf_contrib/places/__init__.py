@@ -1,1 +1,1 @@
-"""Files with which another place runs profiles."""
+"""Generate the files for running profiles elsewhere."""

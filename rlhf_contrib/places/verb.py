@@ -1,4 +1,4 @@
-"""Write the files with which another place runs profiles: `rlhf scaffold`."""
+"""Write the files for running profiles elsewhere: `rlhf scaffold`."""
 
 import argparse
 import shlex
@@ -10,7 +10,7 @@ from pipelines.flows.profile import shipped
 from rlhf_core.errors import ConfigError
 
 TEMPLATES = Path(__file__).with_name("templates")
-"""Folder with a folder of files for each place; they are shipped in the wheel, and copied as they are."""
+"""One folder of files per target; they are shipped in the wheel and copied unchanged."""
 
 
 PLACES: Mapping[str, str] = {
@@ -19,9 +19,9 @@ PLACES: Mapping[str, str] = {
     "kubernetes": "fill in rlhf.env and the image in kustomization.yaml, then: kubectl apply -k FOLDER",
     "server": "install rlhf-lifecycle[server] into /opt/rlhf, then: systemd-analyze verify FOLDER/*.service",
 }
-"""Place -> the next command, in which FOLDER is where the files are."""
+"""Target -> the next command, in which FOLDER stands for the output folder."""
 PINS = {"container": ("cpu.txt", "gpu.txt")}
-"""Files with the pins of dependencies that a place needs, too."""
+"""Files with pinned dependencies that a target also needs."""
 
 
 def scaffold_options(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +30,7 @@ def scaffold_options(parser: argparse.ArgumentParser) -> None:
 
 
 def scaffold(options: argparse.Namespace) -> None:
-    """Write the files of a place into a folder; raise ConfigError, before any is written, if one has other content."""
+    """Write the files of a target into a folder; raises ConfigError before writing any if an existing file differs."""
     place, folder = options.place, Path(options.out)
     sources = [
         *sorted((TEMPLATES / place).iterdir()),
@@ -52,10 +52,10 @@ def scaffold(options: argparse.Namespace) -> None:
 
 
 def _is_other(path: Path, text: bytes) -> bool:
-    """Return whether something else has the name of a file: other content, or a link, through which nothing is written."""
+    """Whether the path is taken by a file with other content, or by a link, through which nothing is written."""
     return path.is_symlink() or (path.exists() and path.read_bytes() != text)
 
 
 def _as_word(folder: Path) -> str:
-    """Return the path as a word that no command takes for an option."""
+    """The path as an argument that no command mistakes for an option."""
     return f"./{folder}" if str(folder).startswith("-") else str(folder)

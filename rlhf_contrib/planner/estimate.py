@@ -1,7 +1,8 @@
-"""Predict the memory, the time and the fit of each stage of a plan (`rlhf plan --estimate`): arithmetic without torch.
+"""Predict the memory and time of each stage of a plan (`rlhf plan --estimate`): arithmetic without torch.
 
-Memory of training comes from `rlhf_contrib.planner.memory`, which `benchmarks/planner.py` compares with real processes; the
-engine's and all times are formulas over data sheets, and no GPU has confirmed them. Rows are taken at their greatest length.
+Training memory comes from `rlhf_contrib.planner.memory`, which `benchmarks/planner.py` compares with real processes.
+Engine memory and all times are formulas over data sheets and have not been confirmed on a GPU. All rows are assumed to
+have their maximum length.
 """
 
 import json
@@ -21,7 +22,7 @@ from rlhf_core.errors import ConfigError
 from rlhf_core.store.artifacts import ArtifactStore
 
 GRAPHS = 2e9
-"""Bytes of an engine beside weights and KV cache: CUDA graphs, activations, sampling. An allowance, not measured."""
+"""Bytes of an engine besides weights and KV cache: CUDA graphs, activations, sampling. An allowance, not measured."""
 ASLEEP = 1.5e9
 """Bytes of a sleeping engine: its context and graphs; 1.14 GB were seen on each of four RTX 3090 (vllm-project/vllm#32714)."""
 SENDING = 2 * GIB
@@ -30,29 +31,29 @@ SENDING = 2 * GIB
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The bytes of one memory at its worst moment, by term, and how many there are."""
+    """The bytes of one memory at its worst moment, by term, and its limit."""
 
     where: str
     """`train GPU`, `engine GPU`, `shared GPU`, `node` (host memory)."""
     limit: float
     terms: Mapping[str, float]
     moment: str = ""
-    """The moment, and the role that makes it."""
+    """The moment, and the role that causes it."""
 
     @property
     def total(self) -> float:
-        """Return the sum."""
+        """Sum of the terms, in bytes."""
         return sum(self.terms.values())
 
     @property
     def fits(self) -> bool:
-        """Return whether it is within the limit."""
+        """Whether the sum is within the limit."""
         return self.total <= self.limit
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What a stage needs: its memories, and the seconds of a step by part ({} where its data alone decide)."""
+    """The memories of a stage, and the seconds of one step by part ({} if the data alone determine the steps)."""
 
     label: str
     loads: tuple[Load, ...]
@@ -60,18 +61,18 @@ class Estimate:
     seconds: Mapping[str, float]
     steps: int = 0
     kv_tokens: float | None = None
-    """Tokens that the KV cache of an engine holds; None without one of fixed size."""
+    """Tokens that fit in the KV cache of one engine; None for engines without a cache of fixed size."""
 
     @property
     def fits(self) -> bool:
-        """Return whether all memories are within their limits."""
+        """Whether all memories are within their limits."""
         return all(load.fits for load in self.loads)
 
 
 def estimates(
     planned: Sequence[PlannedStage], store: ArtifactStore, runtime: RuntimeConfig, on: Hardware, prompt_tokens: int
 ) -> list[Estimate]:
-    """Return the estimate of each stage that has engines and will run, in order."""
+    """Estimate each stage that has engines and will run, in order."""
     shapes = Shapes(store)
     found = []
     for stage in planned:
@@ -84,7 +85,7 @@ def estimates(
 
 
 def estimate(label: str, held: Sequence[Phase], step: Step | None, runtime: RuntimeConfig, on: Hardware) -> Estimate:
-    """Return the estimate of a stage that holds the models of `held`, one phase after another."""
+    """Estimate a stage that holds the models of each phase in `held`, one phase after another."""
     loads: dict[str, Load] = {}
     for phase in held:
         for load in _loads(phase, runtime, on):
@@ -132,7 +133,7 @@ def _loads(phase: Phase, runtime: RuntimeConfig, on: Hardware) -> Iterator[Load]
     else:
         sent = by_nccl(phase, runtime, on)
         if trained:
-            if sent:  # rank 0 sends while no model trains, so buffers count only where they make the worst moment
+            if sent:  # no model trains while rank 0 sends: buffers count only if they make the worst moment
                 trained, moment = _sending(trained, moment, memories)
             group = {"NCCL to the engines": COMMUNICATOR} if sent else {}
             yield Load("train GPU", on.memory, context | group | trained, moment)
@@ -146,7 +147,7 @@ def _loads(phase: Phase, runtime: RuntimeConfig, on: Hardware) -> Iterator[Load]
 
 
 def _check_kinds(phase: Phase, runtime: RuntimeConfig, on: Hardware) -> None:
-    """Raise ConfigError for models on CPUs beside others on GPUs, of which there is no description here."""
+    """Raise ConfigError if some models are on CPUs and others on GPUs; this mix has no hardware description here."""
     for key, held in (("gpus_per_train_worker", phase.roles), ("gpus_per_engine", phase.sampled)):
         if held and on.name != CPU and not getattr(runtime, key):
             rule = "computes on CPUs what --estimate knows on GPUs or on CPUs alone"
@@ -154,13 +155,13 @@ def _check_kinds(phase: Phase, runtime: RuntimeConfig, on: Hardware) -> None:
 
 
 def _worst(roles: Sequence[Role], memories: Mapping[str, RankMemory]) -> tuple[dict[str, float], str]:
-    """Return the terms of the train worker's worst moment, and its name: each model is opened beside those before it."""
+    """The terms and name of a train worker's worst moment. Opening a model keeps all earlier ones resident."""
     worst: dict[str, float] = {}
     name = ""
     for number, role in enumerate(roles):
         for moment, terms in memories[role.label].moments.items():
             if moment == "sync" and role.name == "value_model":
-                continue  # its weights stay where they are
+                continue  # its weights are never sent
             beside = roles[: number + 1] if moment == "open" else roles
             kept = {
                 f"{one.label} {term}": size for one in beside for term, size in memories[one.label].resident.items()
@@ -172,7 +173,7 @@ def _worst(roles: Sequence[Role], memories: Mapping[str, RankMemory]) -> tuple[d
 
 
 def _sending(worst: dict[str, float], moment: str, memories: Mapping[str, RankMemory]) -> tuple[dict[str, float], str]:
-    """The worse of `worst` and of rank 0 that sends its weights by NCCL."""
+    """The larger of `worst` and the moment when rank 0 sends its weights by NCCL."""
     kept = {f"{name} {term}": size for name, memory in memories.items() for term, size in memory.resident.items()}
     gathered = max((sum(memory.moments.get("sync", {}).values()) for memory in memories.values()), default=0.0)
     now = kept | {"buffers of a sync": SENDING, "weights being gathered": gathered}
@@ -195,14 +196,14 @@ def _shared(
     moment: str,
     runtime: RuntimeConfig,
 ) -> tuple[dict[str, float], str]:
-    """Return the terms of a GPU with a train worker and an engine, at the worse of training and sampling."""
+    """Terms of a GPU shared by a train worker and an engine: the larger of training and sampling."""
     sleeps = runtime.sampler.needs().sleeps
     asleep = {"engine asleep": ASLEEP} if sleeps else engine
     between = {f"{name} {term}": size for name, memory in memories.items() for term, size in memory.resident.items()}
     resting = {} if runtime.trainer.sleep else between
     training = {"context": CONTEXT} | trained | asleep
     sampling = {"context": CONTEXT} | resting | engine
-    # Weights are received before the KV cache is there.
+    # Weights are received before the KV cache is allocated.
     sync = dict(memories["policy"].moments.get("sync", {}))
     buffers = {"buffer of a sync": float(GIB)}
     awake = {name: size for name, size in engine.items() if name != "engine KV cache" or not sleeps}
@@ -213,9 +214,9 @@ def _shared(
 
 
 def engine_bytes(shape: ModelShape, runtime: RuntimeConfig, on: Hardware) -> dict[str, float]:
-    """Return the bytes of an engine on each of its GPUs; on CPUs those of all engines; {} for servers elsewhere.
+    """Bytes of an engine on each of its GPUs; on CPUs, of all engines together; {} for remote servers.
 
-    vLLM takes `gpu_memory_fraction` of the GPU for weights, graphs and KV cache together.
+    vLLM uses `gpu_memory_fraction` of the GPU for weights, graphs and KV cache together.
     """
     sampler = runtime.sampler
     if isinstance(sampler, VllmServerSamplerConfig):
@@ -232,12 +233,12 @@ def engine_bytes(shape: ModelShape, runtime: RuntimeConfig, on: Hardware) -> dic
 
 
 def kv_token_bytes(shape: ModelShape, dtype: str) -> float:
-    """Return the bytes of a token in the KV cache: a key and a value in each layer."""
+    """Bytes of one token in the KV cache: a key and a value in each layer."""
     return 2.0 * shape.layers * shape.key_width * BYTES[dtype]
 
 
 def kv_tokens(shape: ModelShape, runtime: RuntimeConfig, on: Hardware) -> float | None:
-    """Return how many tokens the KV cache of one engine holds, None for an engine without one of fixed size."""
+    """Number of tokens that fit in the KV cache of one engine; None for an engine without a cache of fixed size."""
     sampler = runtime.sampler
     if not isinstance(sampler, VllmSamplerConfig):
         return None
@@ -249,9 +250,9 @@ def kv_tokens(shape: ModelShape, runtime: RuntimeConfig, on: Hardware) -> float 
 def host_bytes(
     phase: Phase, memories: Mapping[str, RankMemory], runtime: RuntimeConfig, on: Hardware
 ) -> dict[str, float]:
-    """Return the bytes of host memory of the fullest node: what its ranks and engines keep there, and copies.
+    """Bytes of host memory on the fullest node: the resident data of its ranks and engines, and temporary copies.
 
-    The files of models are mapped, and in the page cache of a node once, which gives them back when it is short.
+    Model files are memory-mapped. They are in a node's page cache once, and the kernel frees them if memory is short.
     """
     roles = phase.roles
     ranks = _ranks_of_fullest_node(roles, memories, runtime, on)
@@ -265,10 +266,10 @@ def host_bytes(
         return {name: sum(memory.host_moments.get(moment, {}).values()) for name, memory in memories.items()}
 
     # Copies of all trained models may wait to be written; with offloaded states, a model is written before the next is
-    # copied. Weights are handed out by one rank, through Ray's store.
+    # copied. One rank sends the weights through Ray's store.
     copied = [size * ranks[name] for name, size in used("save").items()]
     saved = max(copied, default=0.0) if runtime.trainer.offload_optimizer else sum(copied)
-    # Of what leaves the GPU before it is sent, rank 0 has a copy.
+    # Rank 0 holds a copy of tensors that leave the GPU before they are sent.
     by_host = phase.samples_first and (runtime.trainer.sleep or not by_gpu(runtime, on))
     sent = max(used("sync").values(), default=0.0) if by_host else 0.0
     updated = max((size * ranks[name] for name, size in used("train").items()), default=0.0)
@@ -287,7 +288,7 @@ def host_bytes(
 def _ranks_of_fullest_node(
     roles: Sequence[Role], memories: Mapping[str, RankMemory], runtime: RuntimeConfig, on: Hardware
 ) -> dict[str, int]:
-    """Label of each role -> its ranks on the node with most in host memory: those of pools that keep most come first."""
+    """Label of each role -> its ranks on the node with the most host memory in use; largest pools are placed first."""
     kept = defaultdict[str, float](float)
     for role in roles:
         kept[runtime.pool_of(role.name)] += sum(memories[role.label].host.values())
@@ -299,19 +300,19 @@ def _ranks_of_fullest_node(
 
 
 def keeps_weights(phase: Phase, runtime: RuntimeConfig) -> bool:
-    """True if engines that sleep move their weights to host memory: they get no others before they sample again."""
+    """Whether sleeping engines move weights to host memory, because they get no new ones before they sample again."""
     needs, replaced = runtime.sampler.needs(), phase.samples_first and not phase.samples_again
     return needs.sleeps and phase.sampled is not None and (needs.adapters or not replaced)
 
 
 def by_gpu(runtime: RuntimeConfig, on: Hardware) -> bool:
-    """True if weights travel from GPUs: by NCCL to others, by IPC to engines that share those of ranks."""
+    """Whether weights travel between GPUs: by NCCL to other GPUs, by IPC to engines that share a rank's GPU."""
     shared = not runtime.shares_gpus or _engine_gpus(runtime) <= runtime.train_workers
     return on.name != CPU and shared and runtime.sampler.needs().device_transfer
 
 
 def by_nccl(phase: Phase, runtime: RuntimeConfig, on: Hardware) -> bool:
-    """True if the policy's weights travel by NCCL: from GPUs to others, whole."""
+    """Whether the policy's full weights travel by NCCL, from GPUs to other GPUs."""
     sends = phase.samples_first and phase.sampled is not None
     return sends and by_gpu(runtime, on) and not runtime.shares_gpus
 
@@ -328,9 +329,9 @@ def step_seconds(
     *,
     kept: bool = False,
 ) -> dict[str, float]:
-    """Return the seconds of one step by part: sample, measure, train, sync, sleep. Pools compute at the same time.
+    """Seconds of one step by part: sample, measure, train, sync, sleep. Pools compute at the same time.
 
-    Engines that sleep move weights that are `kept`.
+    With `kept`, sleeping engines move their weights to host memory and back.
     """
     trainer = runtime.trainer
     seconds: dict[str, float] = {}
@@ -364,10 +365,10 @@ def step_seconds(
 
 
 def products(role: Role, step: Step, *, linear: int, attention: int = 2) -> float:
-    """The operations of passes over the samples of a step, as of a dense model; `linear` and `attention` are 2 for each pass.
+    """Operations of passes over the samples of a step, as in a dense model; `linear` and `attention` are 2 per pass.
 
-    A pass multiplies each token with each weight, and in attention with the keys and the values of half of its row, since
-    no token sees those after it. Adapters save the products for gradients of weights, which attention does not have.
+    A pass multiplies each token with each weight and, in attention, with the keys and values of half of its row on
+    average (causal mask). Adapters save the products for weight gradients, which attention does not have.
     """
     over = attention * role.shape.layers * role.shape.query_width * step.length
     total = step.trained * (float(linear * role.shape.active) + over)
@@ -375,7 +376,7 @@ def products(role: Role, step: Step, *, linear: int, attention: int = 2) -> floa
 
 
 def _sync_seconds(policy: Role, runtime: RuntimeConfig, on: Hardware) -> float:
-    """Seconds in which rank 0 sends the weights of the policy, or its adapters."""
+    """Seconds that rank 0 needs to send the weights of the policy, or its adapters."""
     alone = runtime.sampler.needs().adapters and policy.lora is not None
     number = policy.trained_parameters if alone else policy.shape.parameters
     weights = BYTES[runtime.trainer.dtype] * number
@@ -387,7 +388,7 @@ def _sync_seconds(policy: Role, runtime: RuntimeConfig, on: Hardware) -> float:
 
 
 def _sleep_seconds(roles: Sequence[Role], sampled: ModelShape | None, runtime: RuntimeConfig, on: Hardware) -> float:
-    """Seconds in which engines of `sampled` and train workers move to host memory, and back."""
+    """Seconds that the engines of `sampled` and the train workers need to move to host memory and back."""
     moved = 0.0
     if sampled is not None:
         moved += engine_bytes(sampled, runtime, on)["engine weights"]
@@ -402,9 +403,9 @@ def _engine_gpus(runtime: RuntimeConfig) -> int:
 
 
 def _gather_seconds(role: Role, tokens: int, runtime: RuntimeConfig, on: Hardware) -> float:
-    """Return the seconds in which ZeRO 3 gathers the weights once for each micro-batch of a rank.
+    """Seconds that ZeRO 3 needs to gather the weights, once per micro-batch of a rank.
 
-    A rank receives the parts of all others at `busbw`.
+    A rank receives the shards of all other ranks at `busbw`.
     """
     workers = runtime.train_workers
     if zero_stage(role, runtime.trainer) != 3 or workers == 1:
@@ -415,7 +416,7 @@ def _gather_seconds(role: Role, tokens: int, runtime: RuntimeConfig, on: Hardwar
 
 
 def sample_seconds(shape: ModelShape, step: Step, runtime: RuntimeConfig, on: Hardware) -> float:
-    """Return the seconds of sampling: prompts at the speed of products, then each token at that of memory."""
+    """Seconds of sampling: the prompts at the speed of matrix products, then each token at memory bandwidth."""
     sampler, needs = runtime.sampler, runtime.sampler.needs()
     dtype = getattr(sampler, "dtype", "float32")
     engines, parallel = needs.engines, needs.tensor_parallel
@@ -426,12 +427,12 @@ def sample_seconds(shape: ModelShape, step: Step, runtime: RuntimeConfig, on: Ha
     flops = on.flops * on.mfu / (1 if on.name != CPU else engines)
     prompts = 2.0 * shape.active * each * step.prompt_tokens / (parallel * flops)
     length = step.prompt_tokens + step.answer_tokens / 2
-    # The answers of a batch go to different experts, until all are read.
+    # The answers of a batch are routed to different experts; large batches read all experts.
     weights = min(float(shape.parameters), shape.active * together)
     read = BYTES[dtype] * weights + together * length * kv_token_bytes(shape, dtype)
     multiplied = 2.0 * shape.active * together / flops
     token = max(read / (on.bandwidth * DECODING), multiplied) / parallel
-    # The last answers are alone with the weights.
+    # The last answers read the weights for themselves alone.
     late = max(0, step.longest - step.answer_tokens)
     last = late * BYTES[dtype] * shape.active / (parallel * on.bandwidth * DECODING)
     return prompts + token * step.answer_tokens * math.ceil(each / together) + last
@@ -448,7 +449,7 @@ def refusal(
     on: Hardware,
     prompt_tokens: int,
 ) -> ConfigError | None:
-    """Return the error for the stage that exceeds a memory by most, with the settings that would mend it; None if all fit."""
+    """The error for the stage that exceeds its memory the most, with settings that would fix it; None if all fit."""
     over = [(load.total / load.limit, one, load) for one in found for load in one.loads if not load.fits]
     if not over:
         return _cache_error(found, runtime, on)
@@ -472,7 +473,7 @@ def refusal(
 
 
 def _cache_error(found: Sequence[Estimate], runtime: RuntimeConfig, on: Hardware) -> ConfigError | None:
-    """Return the error for an engine whose KV cache does not hold one answer of full length."""
+    """The error for an engine whose KV cache is too small for one answer of full length; None if there is none."""
     longest = getattr(runtime.sampler, "max_model_len", 0)
     for one in found:
         if one.kv_tokens is not None and one.kv_tokens < longest:
@@ -484,7 +485,7 @@ def _cache_error(found: Sequence[Estimate], runtime: RuntimeConfig, on: Hardware
 
 
 def mends(runtime: RuntimeConfig, on: Hardware) -> Iterator[tuple[str, Any, RuntimeConfig]]:
-    """Yield settings that lower the need for memory, as key, value and the changed runtime; those that cost least first."""
+    """Yield settings that lower memory use as (key, value, changed runtime), cheapest first."""
     trainer, sampler = runtime.trainer, runtime.sampler
     steps: list[tuple[str, Any, RuntimeConfig]] = []
 
@@ -523,7 +524,7 @@ def mends(runtime: RuntimeConfig, on: Hardware) -> Iterator[tuple[str, Any, Runt
             steps.append(("runtime.trainer.offload_optimizer and runtime.trainer.micro_batch = 1", True, least))
     spread = (
         runtime.shares_gpus and runtime.sampler.needs().tensor_parallel > 1
-    )  # then engines decide the number of ranks
+    )  # then the number of engines sets the number of ranks
     if trainer.engine == "deepspeed" and on.name != CPU and not spread:
         for factor in (2, 4, 8):
             more = runtime.train_workers * factor
@@ -543,7 +544,7 @@ def _value_at(runtime: RuntimeConfig, key: str) -> Any:
 
 
 def alike(found: Sequence[Estimate]) -> list[tuple[list[str], Estimate]]:
-    """Return the estimates that differ, each with the labels of the stages that have it."""
+    """Group equal estimates: each distinct estimate with the labels of its stages."""
     groups: list[tuple[list[str], Estimate]] = []
     for one in found:
         for labels, known in groups:

@@ -1,4 +1,4 @@
-"""Describe the machines of `rlhf plan --estimate`: memory, speed and links, from data sheets; nothing is measured here."""
+"""Describe hardware for `rlhf plan --estimate`: memory, speed and links from data sheets; nothing is measured here."""
 
 from dataclasses import dataclass, replace
 
@@ -7,17 +7,19 @@ from rlhf_core.errors import ConfigError, nearest
 from rlhf_core.runtime.cluster import available_cores, available_memory
 
 CONTEXT = 2e9
-"""Bytes of a GPU that each process takes beside tensors: the CUDA context, cuBLAS and NCCL. An allowance, not measured."""
+"""GPU bytes that each process takes besides tensors: CUDA context, cuBLAS and NCCL. An allowance, not measured."""
 COMMUNICATOR = 0.7e9
 """Bytes of a GPU for one more NCCL communicator, over which weights are sent: 544 MB were measured between two A100s, and
 688 MB among more (NVIDIA/nccl#964)."""
 DECODING = 0.6
-"""Share of the peak bandwidth that an engine reaches when it decodes: 55 to 60 % on A100 and H100
-(databricks.com/blog/llm-inference-performance-engineering-best-practices, model bandwidth utilization). It is no upper bound:
-one sequence in a compiled loop reaches 90 % on an RTX 4090 (pytorch-labs/gpt-fast#27)."""
+"""Fraction of peak bandwidth that an engine reaches when decoding: 55 to 60 % on A100 and H100
+(databricks.com/blog/llm-inference-performance-engineering-best-practices, model bandwidth utilization). It is not an
+upper bound: one sequence in a compiled loop reaches 90 % on an RTX 4090 (pytorch-labs/gpt-fast#27).
+"""
 EXPERTS = 0.4
-"""Speed of a mixture of experts beside a dense model's: 153 TFLOPS of GPT OSS 120B in bfloat16 on H100 (performance summary of
-NVIDIA-NeMo/Megatron-Bridge, 25.11) are 15 % of the peak, and 40 % of what `mfu` gives."""
+"""Speed of a mixture of experts relative to a dense model: 153 TFLOPS of GPT OSS 120B in bfloat16 on H100 (performance
+summary of NVIDIA-NeMo/Megatron-Bridge, 25.11) are 15 % of the peak, which is 40 % of the speed that `mfu` predicts.
+"""
 GIB = float(1 << 30)
 
 
@@ -35,17 +37,18 @@ class Hardware:
     link: float
     """Bytes a second of NCCL's collectives in a node (`busbw` of all-gather in nccl-tests)."""
     network: float
-    """The same over several nodes, in which each GPU has a network card."""
+    """The same between nodes in which each GPU has a network card."""
     card: float
-    """Bytes a second of one network card: what one rank sends to another node."""
+    """Bytes a second of one network card, used when one rank sends to another node."""
     pcie: float
     """Bytes a second between a GPU and its host in one direction."""
     per_node: int
     host: float
     """Bytes of host memory of a node."""
     mfu: float = 0.4
-    """Share of the peak that matrix products reach in training: 38 to 43 % in arXiv 2407.21783, table 4, on H100s. Short rows
-    and padding lower it."""
+    """Fraction of the peak that matrix products reach in training: 38 to 43 % in arXiv 2407.21783, table 4, on H100s.
+    Short rows and padding lower it.
+    """
 
 
 # Links in a node. NVLink: 450 GB/s are 370 in collectives, a fifth less (NVIDIA/nccl-tests#212, on H100); A100's 300 are
@@ -60,7 +63,7 @@ HARDWARE = {
     # NVIDIA A100 40GB data sheet (SXM): 312 TFLOPS, 1.555 TB/s; DGX A100 of 40 GB: 1 TB.
     "a100-40g": Hardware("a100-40g", 40e9, 312e12, 1.555e12, 230e9, 160e9, 25e9, 25e9, 8, 1e12, 0.5),
     # NVIDIA A100 80GB data sheet (SXM): 312 TFLOPS, 2.039 TB/s, NVLink 600 GB/s both ways; DGX A100: 8 x 200 Gb/s, 2 TB.
-    # Products reach 43 to 52 %, with recomputed activations counted as they are here (arXiv 2104.04473, table 1).
+    # Products reach 43 to 52 %, with recomputed activations counted as here (arXiv 2104.04473, table 1).
     "a100": Hardware("a100", 80e9, 312e12, 2.039e12, 230e9, 160e9, 25e9, 25e9, 8, 2e12, 0.5),
     # NVIDIA L40S data sheet: 48 GB, 362 TFLOPS, 864 GB/s, PCIe 4.0.
     "l40s": Hardware("l40s", 48e9, 362e12, 0.864e12, 10e9, 20e9, 25e9, 25e9, 8, 1e12),
@@ -79,14 +82,14 @@ HARDWARE = {
 HARDWARE["a100-80g"] = replace(HARDWARE["a100"], name="a100-80g")  # the name until 0.11
 CPU = "cpu"
 CPU_FLOPS, CPU_BANDWIDTH = 5e10, 1e10
-"""Of one core, float32, with AVX-512 or AVX2 (32 operations a cycle at 2 to 3 GHz, of which products reach about half)."""
+"""Speeds of one core: float32 with AVX-512 or AVX2 (32 operations a cycle at 2 to 3 GHz; products reach about half)."""
 
 
 def hardware_of(name: str, runtime: RuntimeConfig, *, host_gib: float = 0.0) -> Hardware:
-    """Return the hardware called `name`; "" is h100, or this machine's processors where the profile uses no GPUs.
+    """Look up the hardware called `name`; "" is h100, or this machine's CPUs if the profile uses no GPUs.
 
-    `host_gib` is the host memory of a node, if it is not that of the data sheet. Raises ConfigError for an unknown name, and
-    for GPUs where the profile uses none.
+    A non-zero `host_gib` replaces the host memory of a node on the data sheet. Raises ConfigError for an unknown name,
+    and for GPUs if the profile uses none.
     """
     uses_gpus = runtime.gpus_per_train_worker > 0 or runtime.gpus_per_engine > 0
     name = name or ("h100" if uses_gpus else CPU)
@@ -105,7 +108,7 @@ def hardware_of(name: str, runtime: RuntimeConfig, *, host_gib: float = 0.0) -> 
 
 
 def this_machine() -> Hardware:
-    """Return the processors and the memory of this machine, as one node whose workers share everything."""
+    """The CPUs and memory of this machine, as one node whose workers share everything."""
     cores, memory = available_cores(), available_memory()
     speed = CPU_BANDWIDTH
     return Hardware(CPU, memory, CPU_FLOPS * cores, speed, speed, speed, speed, speed, 1 << 20, memory, 0.5)

@@ -1,7 +1,8 @@
 """Predict the memory of a rank from the settings of the trainer and the shape of a model: arithmetic without torch.
 
-The terms describe `rlhf_core.training.engines` as they are, each under its own name. With P parameters of the model, T of
-them trained (all, or the adapters), R ranks that share them, s bytes of the precision and B = `BUCKET`, the largest are
+The terms follow the allocations of `rlhf_core.training.engines`, each under a separate name. With P parameters of the
+model, T of them trained (all, or the adapters), R ranks that share them, s bytes of the precision and B = `BUCKET`, the
+largest are
 
     ZeRO 3, bfloat16    2 P/R + 16 T/R + 2 B between steps (float32: 4 P/R + 16 T/R + 4 B)
     ZeRO 1, bfloat16    2 P   + 12 T/R + 4 T,  and 8 T to send gradients
@@ -29,7 +30,7 @@ Bytes = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """A model on the train workers; `tokens` is the largest number of them in a forward pass of one rank."""
+    """A model on the train workers; `tokens` is the maximum number of tokens in a forward pass of one rank."""
 
     name: str
     shape: ModelShape
@@ -39,25 +40,25 @@ class Role:
     logits: bool = True
     """Whether an LM head computes logits; a reward or value model has none."""
     vocabulary_tokens: int = 0
-    """Tokens of a forward pass whose logits are computed; 0: all."""
+    """Tokens of a forward pass whose logits are computed; 0 means all of them."""
     measures: int = 1
-    """Forward passes over the answers of a step, outside of training."""
+    """Forward passes over the answers of a step, in addition to training."""
     which: str = ""
-    """Which of several models with the same `name`."""
+    """Distinguishes models that have the same `name`."""
 
     @property
     def label(self) -> str:
-        """Return what names it among the models of a stage."""
+        """Unique name of the model within its stage."""
         return f"{self.name} {self.which}" if self.which else self.name
 
     @property
     def trained_parameters(self) -> int:
-        """Return the number of parameters that the optimizer updates."""
+        """Number of parameters that the optimizer updates."""
         return 0 if not self.trained else self.shape.adapters(self.lora) if self.lora else self.shape.parameters
 
     @property
     def parameters(self) -> int:
-        """Return the number of parameters, with those of adapters."""
+        """Number of parameters, including adapters."""
         return self.shape.parameters + (self.shape.adapters(self.lora) if self.lora else 0)
 
 
@@ -68,28 +69,28 @@ class RankMemory:
     resident: Bytes
     """Between steps, on the device."""
     moments: Mapping[str, Bytes]
-    """Moment (`open`, `train`, `measure`, `sync`, `save`) -> what it adds to `resident` for its duration."""
+    """Moment (`open`, `train`, `measure`, `sync`, `save`) -> temporary memory in addition to `resident`."""
     host: Bytes = field(default_factory=dict)
-    """Between steps, in host memory: what `offload_optimizer` moves there."""
+    """Between steps, in host memory: optimizer states moved there by `offload_optimizer`."""
     host_moments: Mapping[str, Bytes] = field(default_factory=dict)
-    """Moment -> what it adds to `host`: copies of weights and of checkpoints."""
+    """Moment -> temporary memory in addition to `host`: copies of weights and of checkpoints."""
 
     @property
     def total(self) -> float:
-        """Return the bytes between steps."""
+        """Bytes on the device between steps."""
         return sum(self.resident.values())
 
     @property
     def peak(self) -> float:
-        """Return the bytes at the worst moment of this role alone."""
+        """Bytes on the device at the worst moment of this role alone."""
         return self.total + max((sum(terms.values()) for terms in self.moments.values()), default=0.0)
 
 
 def rank_memory(role: Role, config: TrainerConfig, ranks: int, *, on_cpu: bool = False) -> RankMemory:
-    """Return the memory of `role` on one of `ranks` train workers.
+    """Memory of `role` on one of `ranks` train workers.
 
-    `on_cpu` is for processes without a GPU: pages exist there only when they are written to, so that a bucket holds no more
-    than the gradients, and Gloo copies what it reduces.
+    Set `on_cpu` for processes without a GPU. Their pages are allocated on first write, so a bucket takes no more memory
+    than its gradients, and Gloo copies the tensors that it reduces.
     """
     stage = zero_stage(role, config)
     if stage is None:
@@ -98,9 +99,9 @@ def rank_memory(role: Role, config: TrainerConfig, ranks: int, *, on_cpu: bool =
 
 
 def zero_stage(role: Role, config: TrainerConfig) -> int | None:
-    """Return the ZeRO stage that holds `role`, None for the plain engine; as `open_engine` chooses.
+    """The ZeRO stage used for `role`, None for the plain engine; follows the choice of `open_engine`.
 
-    In bfloat16 stage 0 runs as stage 1.
+    In bfloat16, stage 0 runs as stage 1.
     """
     if config.engine != "deepspeed" or not (role.trained or config.zero_stage == 3):
         return None
@@ -108,7 +109,7 @@ def zero_stage(role: Role, config: TrainerConfig) -> int | None:
 
 
 def _plain(role: Role, config: TrainerConfig) -> RankMemory:
-    """Return the memory of `TorchEngine`: whole weights, in float32 unless they are frozen beside DeepSpeed."""
+    """Memory of `TorchEngine`: full weights, in float32 unless they are frozen models of a DeepSpeed run."""
     trained = float(role.trained_parameters)
     mixed = config.engine == "torch" and config.dtype == "bfloat16"
     size = 4 if config.engine == "torch" else BYTES[config.dtype]
@@ -125,15 +126,15 @@ def _plain(role: Role, config: TrainerConfig) -> RankMemory:
 
 
 def merged(role: Role, size: int) -> dict[str, float]:
-    """Return what a rank makes to hand out the adapted stacks of a layer: their new values, one of them also in float32."""
+    """Temporary memory for merging adapted expert stacks of a layer: the new values, one of them also in float32."""
     stacks = role.shape.adapted_stacks(role.lora)
     return {"merged stacks": size * sum(stacks) / role.shape.layers + 4.0 * max(stacks)} if stacks else {}
 
 
 def _flat(role: Role, config: TrainerConfig, ranks: int, stage: int) -> RankMemory:
-    """Return the memory of ZeRO 0, 1 and 2: whole weights, and optimizer states of a part of them (of all at stage 0).
+    """Memory of ZeRO 0, 1 and 2: full weights, and a rank's share of the optimizer states (all of them at stage 0).
 
-    In bfloat16, stage 1 is DeepSpeed's `BF16_Optimizer`, which keeps all gradients in float32 from step to step.
+    In bfloat16, stage 1 is DeepSpeed's `BF16_Optimizer`, which keeps all gradients in float32 between steps.
     """
     size, whole, trained = BYTES[config.dtype], role.parameters, float(role.trained_parameters)
     if config.tensor_parallel > 1:
@@ -152,7 +153,7 @@ def _flat(role: Role, config: TrainerConfig, ranks: int, stage: int) -> RankMemo
     work = activations(role, config)
     if size == 2 and stage == 1:
         resident["gradients"] = 4.0 * trained
-        # All gradients of a group are one tensor, which is flattened, and cast to be sent.
+        # All gradients of a group are flattened into one tensor, which is cast before it is sent.
         sent = {"gradients in bfloat16": 2.0 * trained, "gradients being sent": 6.0 * trained}
         train = larger({"gradients in bfloat16": 2.0 * trained} | work, sent)
     else:
@@ -168,16 +169,16 @@ def _flat(role: Role, config: TrainerConfig, ranks: int, stage: int) -> RankMemo
         "sync": merged(role, size),
         "save": {},
     }
-    # Offloaded states are written from where they are.
+    # Offloaded states are written directly from host memory.
     saved = (0.0 if config.offload_optimizer else 12.0 * trained / parts) + (size * trained if stage else 0.0)
     host_moments = {"sync": {"weights handed out": float(size * whole)}, "save": {"checkpoint": saved}}
     return RankMemory(resident, moments, host, host_moments)
 
 
 def _partitioned(role: Role, config: TrainerConfig, ranks: int, on_cpu: bool) -> RankMemory:
-    """Return the memory of ZeRO 3, which holds a part of everything and gathers what it computes with."""
+    """Memory of ZeRO 3, which shards everything and gathers weights for computation."""
     size, whole, trained = BYTES[config.dtype], role.parameters, float(role.trained_parameters)
-    # A layer is gathered even if it is larger than what is kept, as stacks of experts are.
+    # A layer is gathered even if it exceeds the limit on live parameters, as stacks of experts do.
     live = {"gathered": float(size * min(whole, max(LIVE, role.shape.layer))) if ranks > 1 else 0.0}
     resident: dict[str, float] = {"weights, partitioned": size * whole / ranks}
     host: dict[str, float] = {}
@@ -191,7 +192,7 @@ def _partitioned(role: Role, config: TrainerConfig, ranks: int, on_cpu: bool) ->
         }
         flat = {"gradients of a group": 4.0 * min(trained, LIVE) / ranks}
         if config.offload_optimizer:
-            # torch's AdamW makes its intermediate results anew for a whole group.
+            # torch's AdamW allocates new intermediate results for a whole group.
             host = {f"{name}, offloaded": number for name, number in states.items()}
             host_moments["train"] = {"update": 8.0 * min(trained, LIVE) / ranks} | flat
             flat = {}
@@ -209,7 +210,7 @@ def _partitioned(role: Role, config: TrainerConfig, ranks: int, on_cpu: bool) ->
         gathered = {"weights being gathered": 2.0 * size * role.shape.largest}
         moments |= {"sync": gathered | merged(role, size), "save": {}}
         host_moments["sync"] = {"weights handed out": float(size * whole)}
-        # Offloaded states are written from where they are.
+        # Offloaded states are written directly from host memory.
         host_moments["save"] = {"checkpoint": 0.0 if config.offload_optimizer else 12.0 * trained / ranks}
     # The states come into being when these are gone. Adapters are whole, and tried out on a few tokens, before they are
     # partitioned; that gathers one layer at a time. The rare models that `open_parts` refuses are loaded whole instead.
@@ -222,7 +223,7 @@ def _partitioned(role: Role, config: TrainerConfig, ranks: int, on_cpu: bool) ->
 
 
 def larger(*choices: Bytes) -> dict[str, float]:
-    """Return the one of several sets of terms that sums to most: they follow one another.
+    """The set of terms with the largest sum, for moments that follow one another.
 
     >>> larger({"forward": 3.0}, {"update": 1.0, "norm": 1.0})
     {'forward': 3.0}
@@ -232,13 +233,13 @@ def larger(*choices: Bytes) -> dict[str, float]:
 
 
 def activations(role: Role, config: TrainerConfig, *, backward: bool = True) -> dict[str, float]:
-    """Return what a forward pass keeps and, with `backward`, what its backward pass makes.
+    """Memory of the activations that a forward pass keeps and, with `backward`, of its backward pass.
 
-    A token takes in a layer of width h, with q the width of queries, k of keys and m of the MLP: two norms with a float32
-    copy of their input, its normalized value (unless only adapters are trained) and their output; queries, keys, values and
-    the attention's output (twice); the four matrices of a gated MLP. Liger's norms keep their input and output alone, and
-    its MLP computes the activated matrix again. Gradient checkpointing keeps the input of each layer, and makes one anew at
-    a time. A stack of experts with adapters is computed with as a changed copy, which has a gradient of its own.
+    In a layer of width h, with query width q, key width k and MLP width m, each token stores two norms with a float32
+    copy of their input, the normalized value (unless only adapters are trained) and the output; queries, keys, values
+    and the attention output (twice); the four matrices of a gated MLP. Liger's norms keep only input and output, and
+    its MLP recomputes the activated matrix. Gradient checkpointing keeps the input of each layer and recomputes one
+    layer at a time. A stack of experts with adapters is computed as a modified copy, which has a separate gradient.
     """
     shape, size = role.shape, 2 if config.dtype == "bfloat16" else 4
     norm = 2 * size if config.liger else 4 + (1 if role.lora else 2) * size
@@ -266,7 +267,7 @@ def activations(role: Role, config: TrainerConfig, *, backward: bool = True) -> 
 
 
 def human(number: float) -> str:
-    """Return bytes as GB (1e9).
+    """Format bytes as GB (1e9).
 
     >>> human(18_250_000_000), human(40_000_000)
     ('18.2', '0.04')

@@ -11,13 +11,14 @@ from rlhf_core.errors import ConfigError
 from rlhf_core.pretrained import load_config
 
 BY_FORMULA = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-"""`model_type` of the families that `shape_of` counts itself; of all others transformers builds the layers on the meta
-device, which takes seconds."""
+"""`model_type` of families whose parameters `shape_of` counts by formula. For all others, transformers builds the
+layers on the meta device, which takes seconds.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """The linear modules of one name: `count` of them, each of `inputs` * `outputs` weights."""
+    """The linear modules with one name: `count` modules, each with `inputs` * `outputs` weights."""
 
     name: str
     inputs: int
@@ -36,51 +37,51 @@ class ModelShape:
 
     family: str
     parameters: int
-    """All of them; a tied LM head counts once."""
+    """All parameters; a tied LM head counts once."""
     head: int
-    """Those of an LM head of its own; 0 if it is the embedding."""
+    """Parameters of a separate LM head; 0 if it is tied to the embedding."""
     embedding: int
     largest: int
-    """Those of the largest tensor."""
+    """Parameters of the largest tensor."""
     layers: int
     hidden: int
     intermediate: int
     query_width: int
-    """Heads times the width of one."""
+    """Number of heads times head width."""
     key_width: int
-    """The same of keys, and of values."""
+    """Number of key/value heads times head width."""
     vocabulary: int
     linears: tuple[Linear, ...]
-    """All linear modules but the LM head."""
+    """All linear modules except the LM head."""
     active: int
-    """Parameters that compute one token, without the embedding: fewer than all in a mixture of experts."""
+    """Parameters used for one token, without the embedding; in a mixture of experts, fewer than all."""
     stacks: tuple[Linear, ...] = ()
     """Stacks of experts."""
 
     @property
     def layer(self) -> int:
-        """Return the parameters of a layer."""
+        """Parameters of one layer."""
         return (self.parameters - self.head - self.embedding) // self.layers
 
     @property
     def sparse(self) -> bool:
-        """Whether a token meets only a part of the layers' weights: a mixture of experts."""
+        """Whether each token uses only a part of the layers' weights: a mixture of experts."""
         return self.active + self.embedding < self.parameters
 
     def without_head(self) -> "ModelShape":
-        """Return the shape of a reward or value model: one score in the place of the LM head."""
+        """The shape as a reward or value model, with a scalar head in place of the LM head."""
         others = self.parameters - self.head + self.hidden
         largest = max(self.embedding, *(one.inputs * one.outputs for one in self.linears))
         active = self.active - self.hidden * self.vocabulary + self.hidden
         return replace(self, parameters=others, head=self.hidden, largest=largest, active=active)
 
     def adapted_stacks(self, lora: LoraConfig | None) -> list[int]:
-        """Return the parameters of each stack of experts that adapters change."""
+        """Parameters of each stack of experts that adapters change."""
         targets = lora.target_parameters if lora else ()
         return [one.count * one.inputs * one.outputs for one in self.stacks if one.name.endswith(targets)]
 
     def adapters(self, lora: LoraConfig) -> int:
-        """Return the parameters of the adapters: rank * (inputs + outputs) of each target, for DoRA one norm a row more."""
+        """Parameters of the adapters: rank * (inputs + outputs) per target; DoRA adds one norm per row."""
         total = sum(
             one.count * lora.rank * (one.inputs + one.outputs)
             for one in self.stacks
@@ -94,7 +95,7 @@ class ModelShape:
 
 
 def shape_of_init(model: InitModel) -> ModelShape:
-    """Return the shape of a Llama of `initialize_llama`, whose embeddings are tied."""
+    """Shape of a Llama built by `initialize_llama`, whose embeddings are tied."""
     return _by_formula(
         {
             "model_type": "llama",
@@ -110,7 +111,7 @@ def shape_of_init(model: InitModel) -> ModelShape:
 
 
 def shape_of(folder: Path) -> ModelShape:
-    """Return the shape of the model in `folder` by its `config.json`. Raises ConfigError if there is none, or it describes no model."""
+    """Read the shape of the model in `folder` from `config.json`; ConfigError if it is missing or invalid."""
     file = folder / "config.json"
     if not file.is_file():
         raise ConfigError("model.path", str(folder), "has no config.json", "give the folder of a model")
@@ -172,8 +173,8 @@ def _weights(linears: Sequence[Linear]) -> int:
 
 
 def _on_meta(folder: Path) -> ModelShape:
-    """Return the shape of any causal LM of transformers; its layers are built without memory."""
-    # Only models of other families need them, and they take seconds.
+    """Shape of any causal LM of transformers; its layers are built on the meta device, without memory."""
+    # Imported here since only other families need them, and the imports take seconds.
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -198,7 +199,7 @@ def _on_meta(folder: Path) -> ModelShape:
     chosen = getattr(text, "num_experts_per_tok", None) or experts
     routed = sum(p.numel() for n, p in model.named_parameters() if p.ndim == 3 and experts and p.shape[0] == experts)
     inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
-    if experts:  # those that one token meets; without a width of their own they have that of the MLP
+    if experts:  # experts per token; without a separate width they have the MLP's
         inner = chosen * (getattr(text, "moe_intermediate_size", None) or inner)
     heads = text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // heads

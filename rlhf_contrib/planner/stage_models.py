@@ -1,4 +1,4 @@
-"""Say which models each stage of a plan holds at the same time, as `rlhf_contrib.planner.memory.Role`s; without torch."""
+"""List the models that each stage of a plan holds at the same time, as `memory.Role`s; without torch."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -34,30 +34,30 @@ class Phase:
     samples_first: bool = False
     """Whether the engines start before the last trained model, as in policy optimization."""
     samples_again: bool = False
-    """Whether a step samples with the same weights again, after other models have measured its answers."""
+    """Whether a step samples with the same weights again after other models have measured its answers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The tokens of one step of a stage, at most: all rows at their greatest length."""
+    """Upper bounds for the tokens of one step: all rows have their maximum length."""
 
     trained: int = 0
-    """Tokens of the samples that a step trains on, once."""
+    """Tokens of the samples that a step trains on, counted once."""
     epochs: int = 1
     answers: int = 0
     """Answers that a step samples, each of `answer_tokens` after `prompt_tokens`."""
     answer_tokens: int = 0
     prompt_tokens: int = 0
     steps: int = 0
-    """Steps of the stage; 0 where the number of rows decides."""
+    """Steps of the stage; 0 if the number of rows determines them."""
     length: int = 0
-    """Tokens of a row, over which attention reaches."""
+    """Tokens of a row, the span of attention."""
     longest: int = 0
-    """Tokens of the longest answer, where `answer_tokens` is an average; 0: all have as many."""
+    """Tokens of the longest answer if `answer_tokens` is an average; 0: all have the same length."""
 
 
 class Shapes:
-    """The shapes of the models of a plan: those of artifacts, and of what the stages will make."""
+    """The shapes of the models of a plan: models in artifacts, and models that the stages will produce."""
 
     def __init__(self, store: ArtifactStore) -> None:
         self._store = store
@@ -65,7 +65,7 @@ class Shapes:
         self._read: dict[str, ModelShape] = {}
 
     def of(self, ref: ArtifactRef) -> ModelShape:
-        """Return the shape of the model at `ref`. Raises ConfigError if it is not known before the run."""
+        """Shape of the model at `ref`. Raises ConfigError if it is not known before the run."""
         if ref.uri.startswith((PENDING, HELD)):
             label = ref.uri.partition("://")[2]
             if label not in self._made:
@@ -77,7 +77,7 @@ class Shapes:
         return self._read[ref.uri]
 
     def note(self, spec: StageSpec) -> None:
-        """Remember the shape that `spec` gives to what it makes."""
+        """Remember the shape of the model that `spec` will produce."""
         model = getattr(spec.config, "model", None)
         if isinstance(spec.config, PrepareDataConfig) or isinstance(model, PretrainedModel):
             self._made[spec.label] = _configured(model, spec.label)
@@ -88,7 +88,7 @@ class Shapes:
 
 
 def _configured(model: Any, label: str) -> ModelShape:
-    """The shape of a model that a profile names. Raises ConfigError for a GGUF file, which is not read here."""
+    """Shape of a model that a profile names. Raises ConfigError for a GGUF file, which is not read here."""
     if isinstance(model, InitModel):
         return shape_of_init(model)
     folder = local_folder(model)
@@ -101,7 +101,7 @@ def _configured(model: Any, label: str) -> ModelShape:
 
 
 def _in_cache(model: PretrainedModel) -> Path:
-    """Return the folder of a Hub model in the cache of this machine; nothing is downloaded."""
+    """Folder of a Hub model in this machine's cache; nothing is downloaded. ConfigError if it is not cached."""
     from huggingface_hub import try_to_load_from_cache  # 0.3 s, for models of the Hub alone
 
     found = try_to_load_from_cache(model.path, "config.json", revision=model.revision)
@@ -115,7 +115,7 @@ def _in_cache(model: PretrainedModel) -> Path:
 
 
 def phases(spec: StageSpec, shapes: Shapes, runtime: RuntimeConfig, prompt_tokens: int) -> list[Phase]:
-    """Return what the stage holds, one phase after another; [] for a stage without engines."""
+    """The models that the stage holds, one phase after another; [] for a stage without engines."""
     if not {"trainer", "sampler"} & spec.engines.keys():
         return []
     config = spec.config
@@ -141,7 +141,7 @@ def phases(spec: StageSpec, shapes: Shapes, runtime: RuntimeConfig, prompt_token
 
 
 def _measuring(spec: StageSpec, shapes: Shapes, runtime: RuntimeConfig, prompt_tokens: int) -> list[Phase]:
-    """Return the phases of a stage that trains nothing: its engines, then each model that measures, alone."""
+    """Phases of a stage without training: the engines, then each measuring model by itself."""
     found: list[Phase] = []
     policy = spec.inputs.get("policy")
     if "sampler" in spec.engines and isinstance(policy, ArtifactRef):
@@ -159,7 +159,7 @@ def _measuring(spec: StageSpec, shapes: Shapes, runtime: RuntimeConfig, prompt_t
 def _policy_optimization(
     spec: StageSpec, config: PPOConfig, shapes: Shapes, runtime: RuntimeConfig, prompt_tokens: int
 ) -> Phase:
-    """The models of a policy optimization, all of which it holds from the first step to the last."""
+    """The models of a policy optimization, all held from the first step to the last."""
     policy = _input(spec, "policy", shapes)
     answer = config.most_tokens  # the longest answers that a schedule allows need the most memory
     length = config.agent.max_episode_tokens if config.agent else prompt_tokens + answer
@@ -198,7 +198,7 @@ def _distillation(
 
 
 def _teachers(spec: StageSpec, shapes: Shapes, tokens: int) -> Iterator[Role]:
-    """The teachers of a stage. Only several have names."""
+    """The teachers of a stage. They have names only if there are several."""
     refs = _refs(spec.inputs.get("teachers")) or _refs(spec.inputs.get("teacher"))
     for name, ref in refs.items():
         yield Role("teacher", shapes.of(ref), False, tokens, which=name if len(refs) > 1 else "")
@@ -225,14 +225,14 @@ def _refs(value: Any) -> Mapping[str, ArtifactRef]:
 
 
 def _tokens(runtime: RuntimeConfig, length: int) -> int:
-    """Return the tokens of the largest forward pass of one rank, for rows of `length`."""
+    """Tokens of the largest forward pass of one rank, for rows of `length` tokens."""
     trainer = runtime.trainer
     tokens = max(trainer.micro_tokens, length) if trainer.micro_tokens else trainer.micro_batch * length
     return -(-tokens // trainer.sequence_parallel)
 
 
 def step_of(planned: PlannedStage, prompt_tokens: int) -> Step | None:
-    """Return the tokens of a step; None for a stage whose work depends on its data alone."""
+    """Tokens of one step; None for a stage whose work depends only on its data."""
     config = planned.spec.config
     if isinstance(config, PPOConfig):
         answers, tokens = config.prompts_per_step * config.samples_per_prompt, config.most_tokens

@@ -1,4 +1,4 @@
-"""Print the predicted memory and time of each stage of a plan (`rlhf plan --estimate`), and refuse what does not fit."""
+"""Print the predicted memory and time of each stage (`rlhf plan --estimate`), and reject plans that do not fit."""
 
 import argparse
 import logging
@@ -44,16 +44,16 @@ def estimate(options: argparse.Namespace) -> None:
 
 
 def warn_of_memory(config: PipelineConfig, planned: Sequence[PlannedStage], store: ArtifactStore) -> None:
-    """Log a warning for the stage that exceeds by most the host memory of this machine or of its control group.
+    """Log a warning for the stage that exceeds the host memory of this machine or control group the most.
 
-    The nodes of a cluster at RAY_ADDRESS are other machines, which are not compared.
+    The nodes of a cluster at RAY_ADDRESS are other machines and are not compared.
     """
     if os.environ.get("RAY_ADDRESS"):
         return
     try:
         on = replace(hardware_of("", config.runtime), host=available_memory())
         found = estimates(planned, store, config.runtime, on, config.prepare_data.max_prompt_tokens)
-    except ConfigError as error:  # a shape that is not known yet, or models on CPUs beside others on GPUs
+    except ConfigError as error:  # a shape that is not known yet, or a mix of models on CPUs and on GPUs
         logger.info("host memory is not compared with an estimate: %s", error)
         return
     loads = [(load, one.label) for one in found for load in one.loads if load.where in ("node", "machine")]
@@ -68,7 +68,7 @@ def warn_of_memory(config: PipelineConfig, planned: Sequence[PlannedStage], stor
 
 
 def table(found: Sequence[Estimate], on: Hardware, *, terms: bool) -> list[str]:
-    """Return a Markdown table with a line for each memory of each stage, and a line of time."""
+    """Format a Markdown table with one line per memory of each stage, and one line for time."""
     lines = [f"On {on.name}, in GB (1e9 bytes); {NOTHING_RUN}.", ""]
     lines += ["| stage | memory | needs | of | most while | fits |", "|---|---|--:|--:|---|---|"]
     groups = alike(found)
@@ -85,7 +85,7 @@ def table(found: Sequence[Estimate], on: Hardware, *, terms: bool) -> list[str]:
 
 
 def named(labels: Sequence[str]) -> str:
-    """Return the labels of stages with the same estimate.
+    """A short name for stages that have the same estimate.
 
     >>> named(["iterative_dpo/1/dpo", "iterative_dpo/2/dpo", "iterative_dpo/3/dpo"])
     'iterative_dpo/1/dpo and 2 like it'
@@ -94,13 +94,13 @@ def named(labels: Sequence[str]) -> str:
 
 
 def parts(load: Load) -> str:
-    """Return the terms of a memory, largest first."""
+    """Format the terms of a memory, largest first."""
     ordered = sorted(load.terms.items(), key=lambda term: -term[1])
     return ", ".join(f"{name.replace('_', ' ')} {human(size)}" for name, size in ordered if size >= 5e7) or "little"
 
 
 def seconds(one: Estimate) -> str:
-    """Return the seconds of a step and its parts, and how long all steps take if their number is known."""
+    """Format the seconds of a step by part, and the duration of all steps if their number is known."""
     total = sum(one.seconds.values())
     made = ", ".join(f"{name} {size:.3g}" for name, size in one.seconds.items())
     every = f"; {one.steps} steps: {duration(total * one.steps)}" if one.steps else ""
@@ -108,7 +108,7 @@ def seconds(one: Estimate) -> str:
 
 
 def as_json(one: Estimate) -> dict[str, Any]:
-    """Return the estimate of a stage as JSON values; bytes, seconds."""
+    """The estimate of a stage as JSON values, in bytes and seconds."""
     return {
         "stage": one.label,
         "fits": one.fits,

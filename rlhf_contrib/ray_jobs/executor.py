@@ -1,12 +1,10 @@
 """Execute stages as Ray jobs: submit a job or attach to a running one, watch it, and stop it when this run is stopped.
 
-The job holds the lease and commits, so the store decides whether the stage is done, not Ray: a restarted cluster has
-forgotten its jobs. If a flow is killed, its job keeps running, and the next run attaches to it.
+The job holds the lease and commits. The store therefore decides whether a stage is done, not Ray, because a restarted
+cluster has forgotten its jobs. If a flow is killed, its job keeps running, and the next run attaches to it.
 
-Report a job's progress and outcome to the flow that waits for it, through files in a shared folder.
-
-Each file is replaced as a whole, so a reader sees the old or the new one. The files outlive the job, the flow and the
-cluster.
+A job reports its progress and outcome to the waiting flow through files in a shared folder. Each file is replaced
+atomically, so a reader sees the old or the new version. The files outlive the job, the flow and the cluster.
 """
 
 import importlib
@@ -52,17 +50,17 @@ logger = logging.getLogger(__name__)
 SPEC = "spec.json"
 PROGRESS = "progress.json"
 OUTCOME = "outcome.json"
-WRITE_EVERY_S = 0.5  # a person sees no more, and each write is a file on a shared disk
-WARNINGS_KEPT = 50  # of a stage that warns at every step
+WRITE_EVERY_S = 0.5  # more often would be invisible to people, and each write is a file on a shared disk
+WARNINGS_KEPT = 50  # enough for a stage that warns at every step
 ONE_PATH = "make the store available to the flow and to the cluster under the same path"
-"""Remedy where the flow and the cluster do not see the same files."""
+"""Remedy if the flow and the cluster do not see the same files."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobOutcome:
-    """The end of a job. `samples` belong to a `done` stage, the error's class and text to a `failed` one.
+    """The end of a job. A `done` stage has `samples`, a `failed` one has the error's class and text.
 
-    A stage that is `waiting` for people has its reason in `error`, and in `condition` for other processes.
+    A stage that is `waiting` for people has its reason in `error`, and in `condition` in a form for other processes.
     """
 
     status: Literal["done", "failed", "waiting", "stopped"]
@@ -79,7 +77,7 @@ def write_outcome(folder: Path, outcome: JobOutcome) -> None:
 
 
 def read_outcome(folder: Path) -> JobOutcome | None:
-    """Return the outcome of the job; None if it still runs, or was killed before it could write one."""
+    """Read the outcome of the job; None if it still runs, or was killed before it could write one."""
     table = read_json(folder / OUTCOME)
     if table is None:
         return None
@@ -88,7 +86,7 @@ def read_outcome(folder: Path) -> JobOutcome | None:
 
 
 class Reporter(Listener, logging.Handler):
-    """The `Listener` of a job, which writes events to `progress.json`. As a log handler, it adds warnings to them."""
+    """The `Listener` of a job, which writes events to `progress.json`. As a log handler, it also reports warnings."""
 
     def __init__(self, folder: Path) -> None:
         logging.Handler.__init__(self, logging.WARNING)
@@ -124,7 +122,7 @@ class Reporter(Listener, logging.Handler):
             self._report["warnings"].append(record.getMessage())
 
     def _write_soon(self) -> None:
-        """Write the report within `WRITE_EVERY_S`, even if no event follows: the next step may take minutes."""
+        """Write the report within `WRITE_EVERY_S`, even if no event follows, because the next step may take minutes."""
         if self._due is None:
             self._due = threading.Timer(WRITE_EVERY_S, self._write)
             self._due.daemon = True
@@ -152,7 +150,7 @@ class Watcher:
         decision: Decision,
     ) -> None:
         self.decision = decision
-        """The latest reported decision: the newest of the job, or our own to ATTACH."""
+        """The latest reported decision: the newest of the job, or this run's to ATTACH."""
         self._folder = folder
         self._label = label
         self._listener = listener
@@ -160,7 +158,7 @@ class Watcher:
         self._seen = _empty_report()
 
     def poll(self) -> JobOutcome | None:
-        """Pass on the job's reports since the last call; return its outcome, None while it runs."""
+        """Pass on the job's reports since the last call; returns its outcome, or None while it runs."""
         outcome = read_outcome(self._folder)  # first, so that nothing reported before the end is lost
         report = read_json(self._folder / PROGRESS)
         if report is not None and report != self._seen:
@@ -188,14 +186,14 @@ class Watcher:
 
 
 def failure(error: Exception) -> JobOutcome:
-    """Return the outcome of a job that ended with `error`."""
+    """The outcome of a job that ended with `error`."""
     return JobOutcome("failed", error_class=type(error).__name__, error=without_secrets(str(error)))
 
 
 def error_of(outcome: JobOutcome, *, label: str, log: str) -> RlhfError:
-    """Return the error of a failed job: an RlhfError keeps its class and text, any other error is named in the text.
+    """Convert a failed job's outcome to an error. RlhfErrors keep class and text; the text names the class of others.
 
-    `log` is the place of the job's log.
+    `log` is the location of the job's log.
     """
     kinds = {kind.__name__: kind for kind in _family(RlhfError)}
     if outcome.error_class in kinds:
@@ -218,8 +216,9 @@ def _family(kind: type[RlhfError]) -> list[type[RlhfError]]:
 class JobSpec:
     """A stage and its surroundings. `job_id` is the name of the job on the cluster.
 
-    `key` is the submitter's: a job that computes another key sees other code or other files. `tracking` is the token of
-    the pipeline run to which the stage's tracking run belongs, "" for a tracker that no other process can join.
+    `key` was computed by the submitter. If the job computes a different key, it sees other code or other files.
+    `tracking` is the token of the pipeline run that the stage's tracking run belongs to, "" for a tracker that no other
+    process can join.
     """
 
     job_id: str
@@ -233,7 +232,7 @@ class JobSpec:
 
 
 def write_spec(path: Path, job: JobSpec) -> None:
-    """Write the job to a file, durably."""
+    """Write the job to a file and sync it to disk."""
     config = job.config.model_dump(mode="json", exclude_none=True)
     ours = {
         "stage": stored_stage(job.stage),
@@ -245,13 +244,13 @@ def write_spec(path: Path, job: JobSpec) -> None:
 
 
 def read_spec(path: Path) -> JobSpec:
-    """Return the job that `write_spec` wrote; raise ArtifactError if there is no such file."""
+    """Read the job that `write_spec` wrote; raises ArtifactError if the file is missing."""
     table = read_json(path)
     if table is None:
         raise ArtifactError("job", str(path), "cannot be read here", ONE_PATH)
     config = PipelineConfig.model_validate(
         table["config"]
-    )  # first: it makes the classes of stages that it names by path
+    )  # first, because it creates the classes of stages that are named by path
     return JobSpec(
         **table
         | {
@@ -264,7 +263,7 @@ def read_spec(path: Path) -> JobSpec:
 
 
 def stored_stage(spec: StageSpec) -> dict[str, Any]:
-    """Return a stage as a JSON table, from which `restore_stage` rebuilds it."""
+    """Convert a stage to a JSON table, from which `restore_stage` rebuilds it."""
     kind = type(spec.config)
     config = {"type": f"{kind.__module__}:{kind.__qualname__}", "fields": spec.config.model_dump(mode="json")}
     inputs = {name: _stored_input(value) for name, value in spec.inputs.items()}
@@ -272,7 +271,7 @@ def stored_stage(spec: StageSpec) -> dict[str, Any]:
 
 
 def restore_stage(stored: Mapping[str, Any]) -> StageSpec:
-    """Return the stage that `stored_stage` stored, with its original types, so that its key is the same."""
+    """Rebuild a stage from `stored_stage` with its original types, so that its key is the same."""
     module, _, name = stored["config"]["type"].partition(":")
     kind = getattr(importlib.import_module(module), name, None)
     if not (isinstance(kind, type) and issubclass(kind, Config)):
@@ -284,7 +283,7 @@ def restore_stage(stored: Mapping[str, Any]) -> StageSpec:
 
 
 def _fields(value: JobSpec | StageSpec) -> dict[str, Any]:
-    """Return the fields of a dataclass as they are; `asdict` would copy the configuration in them."""
+    """The fields of a dataclass, unchanged; `asdict` would copy the configuration in them."""
     return {one.name: getattr(value, one.name) for one in fields(value)}
 
 
@@ -308,14 +307,14 @@ def _restore_input(stored: Any) -> StageInput:
 
 JOBS = ".jobs"
 """Folder within the folder of a key's attempts, for the spec, the progress and the outcome of each job."""
-POLL_S = 2.0  # between questions to the job server
-TICK_S = 0.25  # between looks at the report of the job
+POLL_S = 2.0  # between requests to the job server
+TICK_S = 0.25  # between reads of the job's report
 SERVER_AWAY_S = 120.0
-"""Seconds without an answer of the job server after which the run stops watching; the job itself continues."""
+"""Seconds without a response of the job server after which the run stops watching; the job itself continues."""
 STOP_MARGIN_S = 10
 """Seconds between the end of a stage's grace period and SIGKILL."""
 INHERITED = ("HF_HOME", "HF_HUB_OFFLINE", "RLHF_GRACE_S")
-"""Variables that the job inherits. The rest, tokens included, is the cluster's environment; no token is sent."""
+"""Variables that the job inherits. All others, including tokens, come from the cluster; no token is sent."""
 
 
 class JobLost(WorkerLostError):
@@ -330,9 +329,9 @@ class RayJobExecutor:
     connect: Callable[[], Jobs] = open_jobs
 
     def prepare(self, planned: Sequence[PlannedStage]) -> None:
-        """Raise ConfigError unless a job server answers and no address that is passed to jobs contains a password.
+        """Raise ConfigError unless a job server responds and no address that is passed to jobs contains a password.
 
-        Secrets are not checked here: a job has the environment of its cluster, and checks them when it starts.
+        Secrets are not checked here. A job has the environment of its cluster, and checks secrets when it starts.
         """
         if all(stage.decision.action in ("HIT", "BLOCKED") for stage in planned):
             return
@@ -342,7 +341,7 @@ class RayJobExecutor:
             _address(REGISTRY, os.environ.get(REGISTRY, ""))
 
     def execute(self, spec: StageSpec, show_progress: Progress) -> StageOutcome:
-        """Return the result of the stage's job; a lost job is resubmitted and resumes from the newest checkpoint."""
+        """Run the stage as a job and wait for its result; lost jobs are resubmitted from the newest checkpoint."""
         began, context, jobs = time.monotonic(), self.context, self.connect()
 
         def attempt() -> _Ended:
@@ -363,7 +362,7 @@ class RayJobExecutor:
                 raise error_of(ended.outcome, label=spec.label, log=log)
             if not unfit(spec, context.store.record(ended.submission.job.key)):
                 return _result(context, ended, time.monotonic() - began)
-            # We attached to the job of another run, and its answers failed under other settings than ours.
+            # The job belongs to another run, and it failed under that run's settings for failed answers.
 
     def close(self) -> None:
         """Do nothing: jobs outlive the run."""
@@ -411,14 +410,14 @@ def _attach_or_submit(context: RunContext, spec: StageSpec, key: str, jobs: Jobs
 
 
 def _inline(context: RunContext) -> PipelineConfig:
-    """Return the configuration with which the job runs the stage in its own process; gates and budget stay with us."""
+    """The configuration with which the job runs the stage in-process; gates and budget stay with this run."""
     runtime = context.config.runtime.model_copy(update={"execution": "inline"})
     ours = {"gates": (), "budget": BudgetConfig(), "notify": None}
     return context.config.model_copy(update={"runtime": runtime} | ours)
 
 
 def _next_number(store: ArtifactStore, key: str, known: list[Job]) -> int:
-    """Return the number after the highest of all attempts and jobs of the key."""
+    """The next free number: one more than all attempts and jobs of the key."""
     names = [path.name for path in _jobs_folder(store, key).glob("*")]
     names += [job.id for job in known if key[:12] in job.id]
     numbers = [int(name.rpartition("-a")[2]) for name in names if name.rpartition("-a")[2].isdecimal()]
@@ -427,7 +426,7 @@ def _next_number(store: ArtifactStore, key: str, known: list[Job]) -> int:
 
 
 def _computes(job: Job, key: str, store: Path, *, force: bool) -> bool:
-    """Return whether the job computes the wanted result; with `force`, only a forced job does."""
+    """Whether the job computes the wanted result; with `force`, only a forced job does."""
     wanted = {"store.key": key, "store": str(store)} | ({"forced": "yes"} if force else {})
     return wanted.items() <= dict(job.metadata).items()
 
@@ -438,7 +437,7 @@ def _metadata(job: JobSpec) -> dict[str, str]:
 
 
 def _command(folder: Path) -> str:
-    """Return the shell command for the cluster's head; it runs in our working folder, so relative paths stay valid."""
+    """Shell command for the cluster's head; it changes to this working folder, so relative paths stay valid."""
     here, python, job = (shlex.quote(str(part)) for part in (Path.cwd(), sys.executable, folder.resolve()))
     return f"cd {here} && exec {python} -P -m rlhf_contrib.ray_jobs.job {job}"
 
@@ -459,7 +458,7 @@ def _environment(context: RunContext) -> dict[str, str]:
 
 
 def _address(name: str, address: str) -> str:
-    """Return an address that may be passed to a job; raise ConfigError if it contains a password."""
+    """Check an address that is passed to a job; raises ConfigError if it contains a password."""
     if without_secrets(address) != address:
         rule = "contains a password, which the job server would show to all of its users"
         remedy = "give MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD to `ray start` instead"
@@ -484,7 +483,7 @@ class _Ended:
 
 
 def _await(context: RunContext, submission: _Submission, show_progress: Progress, jobs: Jobs) -> _Ended:
-    """Wait for the job; raise JobLost if it left neither an outcome nor a result. An interrupt stops the job."""
+    """Wait for the job; raises JobLost if it left neither an outcome nor a result. An interrupt stops the job."""
     job, label = submission.job, submission.job.stage.label
     if submission.attached:
         decision = Decision("ATTACH", f"Ray job {job.job_id} is computing it", job.key, None)
@@ -500,7 +499,7 @@ def _await(context: RunContext, submission: _Submission, show_progress: Progress
         if not isinstance(error, Exception) and not (submission.attached and str(error) == SPENT):
             _stop(jobs, job.job_id)
         raise
-    context.store.shared.read(name_of(job.key))  # the last look at a bucket may be older than the commit of the job
+    context.store.shared.read(name_of(job.key))  # the last listing of a bucket may be older than the job's commit
     outcome = watcher.poll()
     if outcome is not None and outcome.status == "waiting":
         raise stopping.StageWaiting(outcome.error, outcome.condition)
@@ -512,9 +511,10 @@ def _await(context: RunContext, submission: _Submission, show_progress: Progress
 
 
 def _follow(jobs: Jobs, job_id: str, watcher: Watcher, *, pending_s: float, attached: bool) -> Job | None:
-    """Watch until the job has written its outcome or has ended; return the job as Ray last described it.
+    """Watch until the job has written its outcome or has ended; returns the job as Ray last described it.
 
-    Our budget does not stop the job of another run, to which we only `attached`: raises StageStopped.
+    If this run only `attached` to another run's job, exceeding our budget does not stop the job; StageStopped is
+    raised.
     """
     began = answered = time.monotonic()
     due, stopped = began, False
@@ -547,7 +547,7 @@ def _follow(jobs: Jobs, job_id: str, watcher: Watcher, *, pending_s: float, atta
 
 
 def _tolerate_silence(error: JobServerError, job_id: str, *, silent_s: float) -> None:
-    """Raise TrainingError if the job server has not answered for `SERVER_AWAY_S`."""
+    """Raise TrainingError if the job server has not responded for `SERVER_AWAY_S`."""
     logger.debug("the job server does not answer: %s", error)
     if silent_s > SERVER_AWAY_S:
         rule = f"the job server has not answered for {silent_s:.0f} s ({error}); the job may still be running"
@@ -562,7 +562,7 @@ def _stop(jobs: Jobs, job_id: str) -> None:
 
 
 def _check_stopped(submission: _Submission, ended: Job | None, outcome: JobOutcome | None) -> None:
-    """Raise the error of a job that was stopped, by this run or by someone else; return if it was not stopped."""
+    """Raise the error of a job that was stopped by this run or by someone else; returns if it was not stopped."""
     if stopping.reason():
         raise stopping.StageStopped(stopping.reason())
     if outcome is None and (ended is None or ended.state != "STOPPED"):
@@ -570,7 +570,7 @@ def _check_stopped(submission: _Submission, ended: Job | None, outcome: JobOutco
     message = explain(
         "Ray job", submission.job.job_id, "was stopped", "run again: it resumes from the newest checkpoint"
     )
-    # Whoever stopped the run that submitted the job, this run still wants the result.
+    # The run that submitted the job was stopped, but this run still needs the result.
     raise JobLost(message) if submission.attached else TrainingError(message)
 
 

@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run_job(job: JobSpec, reporter: Reporter) -> JobOutcome:
-    """Run the stage and return its outcome; an error of the stage is raised."""
+    """Run the stage and report its outcome; errors of the stage are raised."""
     _keep_log(reporter)
     store = ArtifactStore(job.store)
     _check_key(store, job)
@@ -68,7 +68,7 @@ def run_job(job: JobSpec, reporter: Reporter) -> JobOutcome:
 
 @contextmanager
 def _tracker(job: JobSpec) -> Iterator[Tracker]:
-    """Yield a tracker of the pipeline run that the submitter opened, and leave that run open."""
+    """Yield a tracker that joins the pipeline run opened by the submitter, and leave that run open."""
     if not job.tracking:
         yield MemoryTracker()
         return

@@ -25,7 +25,7 @@ MESSAGE_CHARACTERS = 300  # one or two lines of a terminal
 
 
 class JobServerError(WorkerLostError, ConnectionError):
-    """The job server gave no usable answer; the state of its jobs is unknown."""
+    """The job server gave no usable response; the state of its jobs is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,23 +43,23 @@ class Job:
 
 
 class Jobs(Protocol):
-    """A job server. Every method raises JobServerError if it does not answer."""
+    """A job server. Every method raises JobServerError if it does not respond."""
 
     def all(self) -> list[Job]:
-        """Return every job that the server remembers, oldest first."""
+        """Every job that the server remembers, oldest first."""
 
     def get(self, job_id: str) -> Job | None:
-        """Return the job, or None if the server does not know it (because it was restarted, for example)."""
+        """The job, or None if the server does not know it (for example, because it was restarted)."""
 
     def submit(self, job_id: str, command: str, *, environment: Mapping[str, str], metadata: Mapping[str, str]) -> bool:
-        """Run `command` (a shell command line) on the head; return False if the name was used before."""
+        """Run `command` (a shell command line) on the head; False if the name was used before."""
 
     def stop(self, job_id: str) -> None:
-        """Send SIGTERM to the job's processes, later SIGKILL; return at once. An ended job keeps its state."""
+        """Send SIGTERM to the job's processes, later SIGKILL, without waiting. An ended job keeps its state."""
 
 
 def open_jobs() -> Jobs:
-    """Return the job server of the Ray at `RAY_ADDRESS`; raise ConfigError within half a minute if there is none."""
+    """Connect to the job server of the Ray at `RAY_ADDRESS`; ConfigError within half a minute if it is missing."""
     address = named_address()
     if not address:
         rule = "a job needs a Ray cluster that outlives this process, and RAY_ADDRESS is not set"
@@ -67,7 +67,7 @@ def open_jobs() -> Jobs:
     check_ray_address(address)
     try:
         return RayJobs(within(CONNECT_TIMEOUT_S, functools.partial(_connect, address)))
-    except Exception as error:  # Ray raises errors of all its layers, and a time-out is one more
+    except Exception as error:  # Ray raises errors of all its layers, and a timeout is another kind
         rule = f"its job server does not answer ({_first_line(error)})"
         remedy = "start the head with its dashboard (`pip install 'ray[default]'`) and try again in a minute"
         raise ConfigError("RAY_ADDRESS", address, rule, remedy) from error
@@ -100,7 +100,7 @@ class RayJobs:
                 submission_id=job_id,
                 runtime_env={"env_vars": dict(environment)},
                 metadata=dict(metadata),
-                entrypoint_num_cpus=0,  # the job only drives: its workers reserve what they need
+                entrypoint_num_cpus=0,  # the job only coordinates: its workers reserve their own resources
             )
         except JobServerError as error:
             if "already exists" in str(error.__cause__):
@@ -122,7 +122,7 @@ class RayJobs:
 
 def _connect(address: str) -> Any:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    # The command line imports this module for every run; only those that execute on Ray jobs need Ray.
+    # The command line imports this module for every run; only runs that execute as Ray jobs need Ray.
     from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
     from ray.job_submission import JobSubmissionClient
 

@@ -1,4 +1,4 @@
-"""Programs, rewarded for the tests that they pass in the sandbox."""
+"""Reward programs for the tests that they pass in the sandbox."""
 
 from __future__ import annotations
 
@@ -48,14 +48,15 @@ def code_reward(
     sandbox_headers: Mapping[str, str] = {},  # never changed
     **columns: Any,
 ) -> list[float | NoReward | None]:
-    """Return 1.0 where the answer's program passes all tests of the label, else 0.0; `share`: the part that it passes.
+    """Score 1.0 if the answer's program passes all tests of the label, else 0.0; "share" scores the fraction that pass.
 
-    The program is the last Python code fence of the answer, the last other one with a program, or all of it. The label is
-    `{"inputs": [...], "outputs": [...]}` for standard input and output, `{"tests": ["assert ...", ...]}`, or plain Python:
-    `assert` lines are one test each, anything else is one test. None without a label; DataError for one whose tests any program would pass. A program
-    that hits a limit has failed; `timeout_s` is CPU time. One that takes five times that in wall time, twice, has no reward: it
-    waits, or the machine is busy. `sandbox_url` is a SandboxFusion server
-    that runs the programs in place of this machine: RewardError where it gives no result.
+    The program is the last Python code fence of the answer, else the last other fence that holds a program, else the
+    whole answer. The label is `{"inputs": [...], "outputs": [...]}` for standard input and output, `{"tests": ["assert
+    ...", ...]}`, or plain Python: each `assert` line is one test, any other code is a single test. The score is None
+    without a label. DataError is raised for a label whose tests any program would pass. A program that exceeds a limit
+    has failed; `timeout_s` is CPU time. If a program twice takes five times as long in wall time, it has no reward,
+    because it waits or the machine is busy. With `sandbox_url`, a SandboxFusion server runs the programs instead of
+    this machine; RewardError if the server returns no result.
     """
     if score not in ("all", "share"):
         raise ConfigError(explain("score", score, 'must be "all" or "share"', "use one of them"))
@@ -89,10 +90,10 @@ def code_reward(
 
 
 def read_program(text: str) -> str:
-    r"""Return the last Python code fence of `text`, else the last other one with a program, else all of it.
+    r"""The last Python code fence of `text`, else the last other fence with a program, else all of `text`.
 
-    A Python fence without statements does not count. One that uses functions of earlier ones, as an example of a call does,
-    comes after these.
+    A Python fence without statements is ignored. A fence that uses functions of earlier fences, as example calls do,
+    is appended to these.
 
     >>> read_program("So:\n```python\nprint(1)\n```")
     'print(1)\n'
@@ -133,7 +134,7 @@ def _continued(found: Sequence[Fence]) -> list[Fence]:
 
 
 def _names(tree: ast.AST) -> tuple[set[str], set[str]]:
-    """The names that a program reads, and those that it binds anywhere or finds in Python."""
+    """The names that a program reads, and the names that it binds anywhere or that are builtins."""
     used, own = set[str](), set(dir(builtins))
     for node in ast.walk(tree):
         match node:
@@ -149,7 +150,7 @@ def _names(tree: ast.AST) -> tuple[set[str], set[str]]:
 
 
 def _is_program(text: str) -> bool:
-    """True for Python that does something: a value alone is the output of a program."""
+    """Whether `text` is Python that does something; a bare value is taken for the output of a program."""
     try:
         body = ast.parse(text).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -158,7 +159,7 @@ def _is_program(text: str) -> bool:
 
 
 def read_tests(label: str) -> list[InputOutput | Assertions]:
-    """Return the tests of a label; DataError if it holds none.
+    """Parse the tests of a label; DataError if it has none.
 
     >>> read_tests("assert f(1) == 2")
     [Assertions(code='assert f(1) == 2')]
@@ -181,7 +182,7 @@ def read_tests(label: str) -> list[InputOutput | Assertions]:
 
 
 def _sandbox(url: str, headers: Mapping[str, str], allow_network: bool) -> AbstractContextManager[RunProgram]:
-    """Return who runs the programs: the server at `url`, or this machine, which must be able to shut them in."""
+    """Open the runner of programs: the server at `url`, or this machine's sandbox, which must support isolation."""
     if not url:
         if headers:
             rule, remedy = "goes to no server without sandbox_url", "give that, or leave the headers"
@@ -205,7 +206,7 @@ def _input_outputs(inputs: Sequence[Any], outputs: Sequence[Any], label: str) ->
 
 
 def _check_imports(tests: Sequence[InputOutput | Assertions], label: str) -> None:
-    """Raise DataError for a test that imports what no program finds in the sandbox of this machine."""
+    """Raise DataError for a test that imports a module which the sandbox of this machine does not provide."""
     waiting: list[ast.AST] = [_parsed(test.code, label) for test in tests if isinstance(test, Assertions)]
     while waiting:
         node = waiting.pop()
@@ -215,12 +216,12 @@ def _check_imports(tests: Sequence[InputOutput | Assertions], label: str) -> Non
             if name.partition(".")[0] not in sys.stdlib_module_names:
                 rule = f"imports {name or 'a module of its package'}, and the sandbox has the standard library alone"
                 raise _refusal(label, rule, "write the test without it, or set sandbox_url to a server that has it")
-        if not isinstance(node, ast.Try):  # which may do without
+        if not isinstance(node, ast.Try):  # which may handle the missing module
             waiting.extend(ast.iter_child_nodes(node))
 
 
 def _split(code: str, label: str) -> list[str]:
-    """Return each `assert` of `code` where it has nothing else, or all of it as one test."""
+    """Split `code` into single `assert` statements if it has nothing else; otherwise all of it is one test."""
     statements = _parsed(code, label).body
     if statements and all(isinstance(statement, ast.Assert) for statement in statements):
         return [ast.get_source_segment(code, statement) or "" for statement in statements]
@@ -240,7 +241,7 @@ def _parsed(code: str, label: str) -> ast.Module:
 
 
 def _compares(test: Assertions) -> bool:
-    """True for `assert f(...) == 4`: no need to run it to see that it checks something."""
+    """True for `assert f(...) == 4`, which checks something; no run is needed to see it."""
     match ast.parse(test.code).body:
         case [ast.Assert(test=ast.Compare(left=ast.Call(), ops=[ast.Eq()], comparators=[ast.Constant()]))]:
             return True

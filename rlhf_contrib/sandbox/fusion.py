@@ -21,22 +21,22 @@ from rlhf_core.secrets.redaction import shown, without_secrets
 from rlhf_core.types import encodable
 
 QUEUE_S = 30.0
-"""For the way to the server and for its queue, beyond the program's own time."""
+"""Time for the connection and the server's queue, in addition to the program's time limit."""
 RETRIES = 2  # a server that is restarted or overloaded for a moment
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 0.5
-"""Before the first retry and the second one."""
+"""Pauses before the first and the second retry."""
 KEPT_BYTES = 2**20
-"""Bytes of each stream that the server keeps; it drops the rest silently."""
+"""Bytes of each stream that the server keeps; it silently drops the rest."""
 KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
-"""Exit status of a killed process, as its parent and as a shell report it; here the cause is the memory limit."""
+"""Exit status of a killed process, as reported by its parent and by a shell; here the cause is the memory limit."""
 REFUSED_FOR_GOOD = (401, 403, 404, 405, 422)  # the key, the address or the protocol is wrong: no retry helps
 
 
 class SandboxFusion:
     """Runs Python programs as `run_program` does, on the server at `url`. Use it in a `with` block.
 
-    Up to three requests are sent, none after a timeout. RewardError when it gives no result, ConfigError when
-    the address is none, or is refused.
+    Up to three requests are sent, none after a timeout. RewardError if it returns no result, ConfigError if
+    the address is invalid or rejected.
 
     >>> with SandboxFusion("http://sandbox:8080", {}) as run:                     # doctest: +SKIP
     ...     run("print(input())", "4", limits=Limits()).stdout
@@ -56,7 +56,7 @@ class SandboxFusion:
         self._client.close()
 
     def __call__(self, program: str, stdin: str, *, limits: Limits) -> Execution:
-        """Return how the program ended; a limit that it hit is its own failure."""
+        """Run the program on the server; a limit that it exceeds counts as the program's failure."""
         if encodable(program) != program:
             return HALF_PAIR
         body = {
@@ -116,7 +116,7 @@ def _read(answer: bytes) -> Any:
 
 
 def _execution(answer: Any, limits: Limits) -> Execution:
-    """Return the program's result from the server's response; _NoResult if it has none."""
+    """Parse the program's result from the server's response; _NoResult if it contains none."""
     match answer:
         case {"status": "Success" | "Failed", "run_result": {"status": "TimeLimitExceeded"} as ran}:
             return Execution("timeout", -signal.SIGKILL, _text(ran, "stdout"), _text(ran, "stderr"))
@@ -135,6 +135,6 @@ def _execution(answer: Any, limits: Limits) -> Execution:
 
 
 def _text(ran: Mapping[str, Any], name: str) -> str:
-    """Return the text of a stream; null or missing means empty."""
+    """The text of a stream; null or missing means empty."""
     text = ran.get(name)
     return text if isinstance(text, str) else ""

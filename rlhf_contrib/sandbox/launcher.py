@@ -1,14 +1,14 @@
-"""The process that `rlhf_contrib.sandbox.local` starts: it isolates itself, runs one Python program and reports its end.
+"""The process that `rlhf_contrib.sandbox.local` starts: isolates itself, runs a Python program and reports its end.
 
-Run by path with `python -I -S`, so standard library only. One line of JSON comes in, one JSON object goes out. Its
-standard input stays open: when that ends, whoever asked is gone, and the program is killed.
+It is run by path with `python -I -S`, so it uses only the standard library. It reads one line of JSON and writes one
+JSON object. Its standard input stays open; end of file means that the caller has ended, and the program is killed.
 
-How it is shut in (`mode`), see user_namespaces(7) and mount_setattr(2):
-`user` in new user, mount, network, process and IPC namespaces; `root` likewise but for the user namespace; `none` by
-resource limits alone. If root, the process drops to user nobody. In a process namespace the program is number 1, and
-the kernel kills all that it started when it ends, wherever they forked to. Its root is a folder in memory with the
-interpreter and its libraries, and system calls that a program does not need are denied, see seccomp(2): those that keep
-memory which no process has mapped, that make namespaces or mounts, and that look into other processes.
+Isolation depends on `mode`, see user_namespaces(7) and mount_setattr(2): `user` uses new user, mount, network, process
+and IPC namespaces; `root` uses the same ones without the user namespace; `none` sets only resource limits. If started
+as root, the process switches to user nobody. In a process namespace the program has pid 1, so the kernel kills all of
+its descendants when it ends, however they forked. Its root is an in-memory folder with the interpreter and its
+libraries. System calls that a program does not need are denied, see seccomp(2): calls that keep memory which no process
+has mapped, create namespaces or mounts, or inspect other processes.
 """
 
 import contextlib
@@ -28,13 +28,13 @@ from typing import Any
 
 NOBODY = 65534  # the user without rights, by convention
 LOOKS_EVERY_S = 0.02
-"""Between two looks at the memory of all processes together."""
+"""Seconds between two checks of the total memory of all processes."""
 START = """import builtins as b, sys as s, _sitebuiltins as q
 b.exit, b.quit, s.argv = q.Quitter("exit", ""), q.Quitter("quit", ""), ["main.py"]
 del b, s, q
 __file__ = "main.py"
 exec(compile(open(__file__, "rb").read(), __file__, "exec"))"""
-"""Runs the program with `exit` and `quit`, which Python defines in its module `site`: that would show installed packages."""
+"""Runs the program with `exit` and `quit`, which Python defines in `site`; that module exposes installed packages."""
 DEVICES = ("null", "zero", "random", "urandom")
 
 CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER = 0x20000, 0x8000000, 0x10000000
@@ -46,7 +46,7 @@ SYS_MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, MOUNT_ATTR_RDONLY = 442, -100, 0x8000
 PR_SET_SECCOMP, SECCOMP_MODE_FILTER, SECCOMP_KILL, SECCOMP_ERRNO, SECCOMP_ALLOW = 22, 2, 0x80000000, 0x50000, 0x7FFF0000
 MNT_DETACH = 2  # sys/mount.h
 MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
-"""Machine -> its seccomp architecture, and its column of `SYSTEM_CALLS`."""
+"""Machine -> its seccomp architecture, and its column in `SYSTEM_CALLS`."""
 SYSTEM_CALLS = {
     "shmget": (29, 194),
     "semget": (64, 190),
@@ -83,15 +83,16 @@ SYSTEM_CALLS = {
     "request_key": (249, 218),
     "keyctl": (250, 219),
 }
-"""Denied system calls: the numbers on x86_64 and on aarch64. C libraries take `clone` where there is no `clone3`."""
+"""Denied system calls: numbers on x86_64 and on aarch64. C libraries fall back to `clone` if `clone3` is missing."""
 CLONE, PRCTL, SOCKET, FCNTL, SETSOCKOPT = (56, 220), (157, 167), (41, 198), (72, 25), (54, 208)
 F_SETPIPE_SZ, PIPE_BYTES = 1031, 0x10000
 BUFFER_SIZES = (7, 8, 32, 33)  # SO_SNDBUF, SO_RCVBUF, and both by force
 ADDRESS_FAMILIES = (1, 2, 10, 16)
-"""Sockets between processes, of IPv4 and IPv6 (which lead nowhere in a network namespace), and of netlink. AF_VSOCK, for one,
-would lead out of a virtual machine."""
+"""Sockets between processes, of IPv4 and IPv6 (unreachable in a network namespace), and of netlink. Others, such as
+AF_VSOCK, could lead out of a virtual machine.
+"""
 X32 = 0x40000000
-"""Numbers from here on are those of another table of x86_64."""
+"""Numbers from here on belong to the x32 table of x86_64."""
 
 libc = ctypes.CDLL(None, use_errno=True)
 with socket.socket(socket.AF_UNIX) as probe:
@@ -100,7 +101,7 @@ Spec = dict[str, Any]
 
 
 class Instruction(ctypes.Structure):
-    """`struct sock_filter`: a step of a program of the Berkeley packet filter."""
+    """`struct sock_filter`: one instruction of a Berkeley Packet Filter program."""
 
     _fields_ = [("code", ctypes.c_uint16), ("jt", ctypes.c_uint8), ("jf", ctypes.c_uint8), ("k", ctypes.c_uint32)]
 
@@ -129,7 +130,7 @@ def main() -> None:
 
 
 def run(spec: Spec) -> dict[str, Any]:
-    """Start the program, watch it, and return outcome, exit status, standard output and error."""
+    """Start the program, watch it, and report its outcome, exit status, standard output and standard error."""
     out, err, trouble = os.pipe(), os.pipe(), os.pipe()
     given = os.memfd_create("stdin")
     os.write(given, spec["stdin"].encode())
@@ -153,7 +154,7 @@ def run(spec: Spec) -> dict[str, Any]:
 
 
 def watch(pid: int, out: int, err: int, spec: Spec) -> tuple[str, dict[int, bytes]]:
-    """Return why the watching ended (finished, timeout, stalled, memory, output) and the output until then."""
+    """Watch the program; returns why watching ended (finished, timeout, stalled, memory, output) and the output."""
     deadline = time.monotonic() + spec["wall_s"]
     taken = {out: b"", err: b""}
     ended = os.pidfd_open(pid)
@@ -181,10 +182,10 @@ def watch(pid: int, out: int, err: int, spec: Spec) -> tuple[str, dict[int, byte
 
 
 def finish(pid: int, mode: str) -> int:
-    """Kill the program and all that it started; return its exit status (minus the signal that ended it)."""
-    os.kill(pid, signal.SIGKILL)  # also of one that ended: it is not reaped yet, so the number is still its own
+    """Kill the program and all processes that it started; returns its exit status (minus the signal that ended it)."""
+    os.kill(pid, signal.SIGKILL)  # also if it has ended: it is not reaped yet, so the pid is not reused
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    if mode == "none":  # orphans became our children, and theirs will: until there is none left
+    if mode == "none":  # orphans become our children; repeat until none is left
         with contextlib.suppress(ChildProcessError):
             while True:
                 for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text(encoding="utf-8").split():
@@ -194,10 +195,10 @@ def finish(pid: int, mode: str) -> int:
 
 
 def used_bytes() -> int:
-    """Return the memory of all processes of the sandbox, whose /proc we see too; 0 where it could not be mounted.
+    """Memory of all processes of the sandbox, whose /proc is visible here; 0 if /proc could not be mounted.
 
-    What processes share counts once and whole: a process may hold what another one, that has ended, has filled. So does
-    what the buffers of pipes and sockets can hold, also of sockets on their way from one process to another.
+    Shared memory counts once and in full, because a process may hold pages that another one filled before it ended. The
+    capacity of pipe and socket buffers counts, too, including sockets in transit between processes.
     """
     own, shared, sockets = 0, dict[str, int](), 0
     for folder in Path("/proc").glob("[0-9]*"):
@@ -216,7 +217,7 @@ def used_bytes() -> int:
 
 
 def used_seconds(mode: str) -> float:
-    """The CPU time of the program and of all that it started, except of children that nobody waited for."""
+    """CPU time of the program and all processes that it started, except of children that were not waited for."""
     ticks = 0
     for folder in Path("/proc").glob("[0-9]*") if mode != "none" else descendants("self"):
         with contextlib.suppress(OSError):  # it ended meanwhile
@@ -226,7 +227,7 @@ def used_seconds(mode: str) -> float:
 
 
 def descendants(pid: str) -> Iterator[Path]:
-    """Yield the /proc folders of all processes that descend from one."""
+    """Yield the /proc folders of all descendants of a process."""
     for listed in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):
             for child in listed.read_text(encoding="utf-8").split():
@@ -235,7 +236,7 @@ def descendants(pid: str) -> Iterator[Path]:
 
 
 def sizes(process: Path) -> tuple[Path, list[int]]:
-    """Return the pages of a process and their /proc folder: that of another thread if the first one has ended."""
+    """Page counts and /proc folder of a process; if its first thread has ended, the folder of another thread."""
     for folder in (process, *(process / "task").glob("[0-9]*")):
         with contextlib.suppress(OSError):
             pages = [int(part) for part in (folder / "statm").read_text(encoding="utf-8").split()]
@@ -248,7 +249,7 @@ def sizes(process: Path) -> tuple[Path, list[int]]:
 
 
 def enter_namespaces(mode: str) -> None:
-    """Put this process (and its next child) into new namespaces; OSError where the kernel does not let us."""
+    """Move this process (and its next child) into new namespaces; OSError if the kernel does not permit it."""
     if mode == "none":
         check(libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl")
         return
@@ -265,7 +266,7 @@ def enter_namespaces(mode: str) -> None:
 
 
 def become_the_program(spec: Spec, given: int, out: int, err: int, trouble: int) -> None:
-    """Execute the program, or write to `trouble` why it could not; never return."""
+    """Execute the program, or write the reason for a failure to `trouble`. Never returns."""
     try:
         os.dup2(given, 0)
         os.dup2(out, 1)
@@ -293,17 +294,17 @@ def become_the_program(spec: Spec, given: int, out: int, err: int, trouble: int)
 
 
 def drop_rights() -> None:
-    """Give up root for good; nothing to do for anybody else."""
+    """Give up root permanently; no-op for other users."""
     if os.geteuid() != 0:
         return
     os.setgroups([])
     os.setresgid(NOBODY, NOBODY, NOBODY)
     os.setresuid(NOBODY, NOBODY, NOBODY)
-    check(libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0), "prctl")  # or our own /proc/self/uid_map would be root's
+    check(libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0), "prctl")  # otherwise /proc/self/uid_map would belong to root
 
 
 def mount_all(work: Path, spec: Spec) -> None:
-    """Change the root to a folder in memory: read-only, with the paths in `visible`, and an empty folder at `work`."""
+    """Change the root to a read-only, in-memory folder with the paths in `visible`, and an empty folder at `work`."""
     mount("none", "/", "", MS_REC | MS_PRIVATE)
     shielded = MS_NOSUID | MS_NODEV
     mount("tmpfs", str(work), "tmpfs", MS_NOSUID, "size=256k,mode=0755")  # the new root, around the program's folder
@@ -327,15 +328,15 @@ def mount_all(work: Path, spec: Spec) -> None:
     mount("tmpfs", str(place), "tmpfs", shielded, f"size={spec['file_bytes']},nr_inodes=4096,mode=1777")
     os.chdir(work)
     check(libc.syscall(SYSTEM_CALLS["pivot_root"][machine()[1]], b".", b"."), "pivot_root")
-    check(libc.umount2(b".", MNT_DETACH), "umount2")  # the old root, which lies on the new one
+    check(libc.umount2(b".", MNT_DETACH), "umount2")  # the old root, which is mounted over the new one
     os.chdir("/")
 
 
 def show(path: Path, root: Path) -> None:
-    """Show a file or folder of this machine under the new root; a link stays a link."""
+    """Make a file or folder of this machine visible under the new root; links stay links."""
     place = root / path.relative_to("/")
     if place.exists() or place.is_symlink():
-        return  # it lies in a folder that is shown
+        return  # it lies in a folder that is already visible
     place.parent.mkdir(parents=True, exist_ok=True)
     if path.is_symlink():
         place.symlink_to(path.readlink())
@@ -348,7 +349,7 @@ def show(path: Path, root: Path) -> None:
 
 
 def machine() -> tuple[int, int]:
-    """Return the seccomp architecture of this machine and its column of numbers; OSError if unknown."""
+    """The seccomp architecture of this machine and its column of system call numbers; OSError if unknown."""
     name = os.uname().machine
     if name not in MACHINES:
         raise OSError(errno.ENOSYS, f"the system calls of {name} are unknown")
@@ -356,9 +357,9 @@ def machine() -> tuple[int, int]:
 
 
 def deny_system_calls() -> None:
-    """Let the kernel answer EPERM to `SYSTEM_CALLS` from now on, and to the making of namespaces.
+    """Make the kernel deny `SYSTEM_CALLS` and the creation of namespaces with EPERM from now on.
 
-    ENOSYS to clone3, whose flags lie where no filter can look.
+    clone3 fails with ENOSYS, because its flags are in memory that no filter can read.
     """
     architecture, column = machine()
     load, equal, at_least, any_of, answer = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -393,7 +394,7 @@ def deny_system_calls() -> None:
 
 
 def set_limits(spec: Spec) -> None:
-    """Set the limits of each process; of all together are those on memory, CPU time and output, which `watch` keeps."""
+    """Set the limits of each process. Limits on the total of memory, CPU time and output are enforced by `watch`."""
     seconds = int(spec["timeout_s"]) + 1
     for limit, soft, hard in (
         (resource.RLIMIT_CPU, seconds, seconds + 1),
@@ -407,7 +408,7 @@ def set_limits(spec: Spec) -> None:
 
 
 def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
-    """mount(2); OSError names the target."""
+    """Call mount(2); OSError names the target."""
     check(libc.mount(source.encode(), target.encode(), kind.encode(), flags, options.encode()), f"mount {target}")
 
 

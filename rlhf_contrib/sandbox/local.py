@@ -1,9 +1,9 @@
 """Run untrusted Python programs with limits, without network, and clean up after them.
 
-Each run is a process tree of its own (see `launcher`): own network, process and mount namespaces, nobody's
-rights where we are root, nothing of this machine's files but the interpreter and its libraries, an empty folder in
-memory as the only writable place, a cleared environment, standard library only, and limits on time, memory, processes,
-files and output. It is no defence against holes of the kernel.
+Each run is a separate process tree (see `launcher`) with new network, process and mount namespaces, the rights of
+nobody if started as root, no files of this machine except the interpreter and its libraries, an empty in-memory folder
+as the only writable place, a cleared environment, the standard library only, and limits on time, memory, processes,
+files and output. It does not protect against vulnerabilities of the kernel.
 """
 
 import contextlib
@@ -28,14 +28,14 @@ from rlhf_core.errors import ConfigError, RewardError
 from rlhf_core.types import encodable
 
 WALL_TIMES = 5
-"""Limit on wall time, in CPU limits: a busy machine runs a program late, and one that only waits must end, too."""
+"""Limit on wall time as a multiple of the CPU limit: busy machines delay programs, and one that waits must end."""
 TRIES = 2  # of a program that reached the limit on wall time
 GRACE_S = 10.0
-"""For starting and ending a sandbox, beyond the program's own time."""
+"""Seconds for starting and ending a sandbox, in addition to the program's time limit."""
 LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/etc/localtime", "/usr/share/zoneinfo")
-"""Paths that an interpreter loads beside its own folder."""
+"""Paths that an interpreter loads from, besides its installation folder."""
 FOLDER = "/tmp/rlhf-sandbox-"
-"""Prefix of work folders, in /tmp; TMPDIR may not be readable for the user `nobody`."""
+"""Prefix of work folders in /tmp, because the user `nobody` may be unable to read TMPDIR."""
 LAUNCHER = Path(__file__).with_name("launcher.py")
 TWO_PROCESSES = Path(__file__).with_name("two_processes.py").read_text(encoding="utf-8")
 MEGABYTE = 2**20  # bytes
@@ -46,7 +46,7 @@ Outcome = Literal["passed", "failed", "error", "timeout", "stalled", "memory", "
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one run. `timeout_s` is CPU time of all processes together; `memory_mb` holds for each, and for all together."""
+    """Limits of one run. `timeout_s` is CPU time of all processes; `memory_mb` limits each one, and all together."""
 
     timeout_s: float = 5.0
     memory_mb: int = 512
@@ -58,9 +58,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class Execution:
-    """How a run ended: `finished` with exit status 0, `error` with another, or cut off by a limit.
+    """How a run ended: `finished` with exit status 0, `error` with another status, or the limit that ended it.
 
-    `stalled` is no result: the program needed five times its CPU limit in wall time, since it waits or the machine is busy.
+    `stalled` is not a result: the program took five times its CPU limit in wall time, because it waits or the machine
+    is busy.
     """
 
     outcome: Literal["finished", "error", "timeout", "stalled", "memory", "output"]
@@ -73,14 +74,14 @@ HALF_PAIR = Execution("error", 1, "", "SyntaxError: the program holds half of a 
 
 
 class RunProgram(Protocol):
-    """Runs a Python program with this standard input; returns how it ended, or raises if that cannot be known."""
+    """Runs a Python program with this standard input; returns how it ended, or raises if that cannot be determined."""
 
     def __call__(self, program: str, stdin: str, *, limits: Limits) -> Execution: ...
 
 
 @dataclass(frozen=True)
 class InputOutput:
-    """A test that feeds standard input and compares standard output, white space at line ends aside."""
+    """A test that feeds standard input and compares standard output, ignoring white space at line ends."""
 
     stdin: str
     stdout: str
@@ -95,7 +96,7 @@ class Assertions:
 
 @dataclass(frozen=True)
 class SandboxVerdict:
-    """The share of tests that passed; `outcome` and `detail` are those of the first that did not.
+    """The fraction of tests that passed; `outcome` and `detail` describe the first failure.
 
     Not `complete` if a test gave no result (`stalled`).
     """
@@ -115,10 +116,10 @@ class Isolation:
 
 
 def run_program(program: str, stdin: str = "", *, limits: Limits, allow_network: bool = False) -> Execution:
-    """Run a Python program in a sandbox of its own and return how it ended.
+    """Run a Python program in a new sandbox and report how it ended.
 
-    ConfigError when this machine cannot take the network from it and `allow_network` is not set;
-    RewardError when the sandbox itself fails.
+    Raises ConfigError if this machine cannot isolate it from the network and `allow_network` is not set, and
+    RewardError if the sandbox itself fails.
     """
     isolation = find_isolation(allow_network)
     if encodable(program) != program:
@@ -138,9 +139,9 @@ def run_program(program: str, stdin: str = "", *, limits: Limits, allow_network:
 def run_tests(
     program: str, tests: Sequence[InputOutput | Assertions], *, limits: Limits, run: RunProgram = run_program
 ) -> SandboxVerdict:
-    """Return the share of `tests` that `program` passes; after one that hits a limit the rest count as failed.
+    """Run `tests` against `program` and report the fraction that pass; after a limit is hit, the rest have failed.
 
-    `run` is who runs them: this machine's sandbox, or a server (`fusion`).
+    `run` executes the programs: this machine's sandbox, or a server (`fusion`).
     """
     passed, outcome, first_failure = 0, "passed", SandboxVerdict("passed", 1.0, "")
     for test in tests:
@@ -155,13 +156,13 @@ def run_tests(
 
 
 def checks_nothing(test: Assertions, *, limits: Limits, run: RunProgram = run_program) -> bool:
-    """True if a test passes whatever a program returns, as `assert f` and `assert f(1) == 2 or True`."""
+    """Whether a test passes for any return value of the program, as `assert f` and `assert f(1) == 2 or True` do."""
     return _run_assertions("run_without_program()", test, limits=limits, run=run)[1]
 
 
 @lru_cache(maxsize=2)
 def find_isolation(allow_network: bool) -> Isolation:
-    """Return the tightest isolation that works here, tried once; ConfigError if the network could not be taken away."""
+    """Find the tightest isolation that works here, probed once; ConfigError if the network could not be blocked."""
     modes: list[Mode] = ["user", "root"] if os.geteuid() == 0 else ["user"]
     refusals = []
     for mode in [*modes, "none"] if allow_network else modes:
@@ -196,7 +197,7 @@ def _run_test(program: str, test: InputOutput | Assertions, *, limits: Limits, r
 
 
 def _run_assertions(call: str, test: Assertions, *, limits: Limits, run: RunProgram) -> tuple[Execution, bool]:
-    """Run a test with a function of `two_processes`. A word that only the test's process has tells that it passed."""
+    """Run a test with a function of `two_processes`. A secret word known only to the test's process reports a pass."""
     word = secrets.token_hex(8)
     ran = run(f"{TWO_PROCESSES}\n{call}\n", test_input(test.code, word), limits=limits)
     return ran, ran.stdout.endswith(f"\n{word}")
@@ -234,7 +235,7 @@ def _launch(isolation: Isolation, program: str, stdin: str, limits: Limits) -> d
 
 
 def _converse(process: subprocess.Popen[bytes], spec: dict[str, Any], *, deadline_s: float) -> dict[str, Any]:
-    """Return the launcher's answer; its input stays open meanwhile, for its end would mean that we are gone."""
+    """Read the launcher's answer. Its input stays open until then, because end of file means that the caller ended."""
     assert process.stdin is not None and process.stdout is not None and process.stderr is not None
     deadline, answer = time.monotonic() + deadline_s, b""
     with contextlib.suppress(BrokenPipeError):  # then there is no answer either
@@ -258,7 +259,7 @@ def _converse(process: subprocess.Popen[bytes], spec: dict[str, Any], *, deadlin
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the launcher. Without its input it ends its program; the kill is for one that does not get to it."""
+    """End the launcher. Closing its input makes it end its program; it is killed if it does not respond."""
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):
         process.stdin.close()
@@ -279,14 +280,14 @@ def _work_folder() -> Iterator[Path]:
 
 
 def _interpreters() -> list[str]:
-    """Return our own interpreter (not the virtual environment's), then the system's: ours may not be readable for the user `nobody`."""
+    """This interpreter (not the virtual environment's), then the system's, in case `nobody` cannot read the first."""
     own = Path(sys.base_prefix) / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}"
     candidates = [own, Path("/usr/local/bin/python3"), Path("/usr/bin/python3")]
     return list(dict.fromkeys(str(path.resolve()) for path in candidates if path.exists()))
 
 
 def _parts(python: str) -> tuple[str, str]:
-    """Return the interpreter, and where its standard library lies."""
+    """The interpreter, and the folder of its standard library."""
     return python, str(Path(python).parents[1] / "lib")
 
 

@@ -1,8 +1,9 @@
-"""Find what a test uses of a program, and mark arguments that it uses after a call as they were before.
+"""Find the names that a test uses of a program, and mark arguments that need their value from before a call.
 
-A program may change its argument: `a.clear(); return a` must not pass `assert f(a) == sorted(a)`. So the argument becomes
-`_rlhf_unread(a)`, and a change of the copy in the program's process is not made in the test's. A test of a function that changes its argument
-looks at it (`f(a)`, then `assert a == [1, 2]`), so it stays `f(a)`. In `assert a == sorted(a)`, the second one becomes `_rlhf_before(a)`.
+A program may change its argument: `a.clear(); return a` must not pass `assert f(a) == sorted(a)`. The argument becomes
+`_rlhf_unread(a)`, so a change of the copy in the program's process is not applied in the test's. Tests of functions
+that change their argument inspect it afterwards (`f(a)`, then `assert a == [1, 2]`), so there it stays `f(a)`. In
+`assert a == sorted(a)`, the second `a` becomes `_rlhf_before(a)`.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ _BUILTINS = {name for name in dir(builtins) if name[0] != "_"}
 
 
 def test_input(code: str, word: str) -> str:
-    """The standard input of `two_processes`: a test, the names that it uses, and the word that tells that it passed."""
+    """Standard input of `two_processes`: a test, the names that it uses, and the secret word that reports a pass."""
     tree = ast.parse(code)
     own = set(_bound(tree))
     names = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
     used = {name for name in names if name[:2] != "__"}
     free = used - own - _BUILTINS
-    if free - {"self"}:  # else the program may be asked for a function `sum`
+    if free - {"self"}:  # without any, the program may define a function named `sum`
         used -= _BUILTINS - own
     tree = ast.fix_missing_locations(_Arguments(tree, free).visit(tree))
     parts = {"code": ast.unparse(tree), "used": sorted(used), "free": sorted(free), "word": word}
@@ -33,7 +34,7 @@ def test_input(code: str, word: str) -> str:
 
 
 def _bound(tree: ast.AST) -> Iterator[str]:
-    """Names that a test gives to values of its own."""
+    """Yield the names that a test assigns."""
     for node in ast.walk(tree):
         match node:
             case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):
@@ -51,7 +52,7 @@ def _names(node: ast.AST) -> set[str]:
 
 
 def _root(node: ast.AST) -> str:
-    """The variable to which attributes, items and calls belong: `a` for `a.b[0]()`."""
+    """The variable at the root of attributes, items and calls: `a` for `a.b[0]()`."""
     while isinstance(node, (ast.Attribute, ast.Subscript, ast.Call, ast.Starred)):
         node = node.func if isinstance(node, ast.Call) else node.value
     return node.id if isinstance(node, ast.Name) else ""
@@ -100,7 +101,7 @@ class _Arguments(ast.NodeTransformer):
         return _call("_rlhf_unread", value) if marked else value
 
     def _looked_at(self, sides: list[ast.expr]) -> Iterator[str]:
-        """Names on a side that has nothing of the program's results, as long as no other side has any."""
+        """Names on a side without results of the program, provided that no other side has any."""
         for side in sides:
             others = [_names(one) & self._computed for one in sides if one is not side]
             slices = [_names(one) for one in ast.walk(side) if isinstance(one, ast.Slice)]
@@ -109,7 +110,7 @@ class _Arguments(ast.NodeTransformer):
                 yield from _names(side)
 
     def _mark_earlier(self, node: ast.AST) -> None:
-        """In `a == sorted(a)`, let the second side be as it was before the program changed `a`."""
+        """In `a == sorted(a)`, replace `a` on the second side by its value from before the program changed it."""
         sides = _sides(node)
         for name in {_root(one) for one in sides if not isinstance(one, ast.Call)} - self._computed - {""}:
             for side in sides:
@@ -118,13 +119,13 @@ class _Arguments(ast.NodeTransformer):
 
 
 class _Earlier(ast.NodeTransformer):
-    """Lets a variable be as it was before a call, except where it is an argument of the program."""
+    """Replaces a variable by its value from before a call, except where it is an argument of the program."""
 
     def __init__(self, name: str, computed: set[str]) -> None:
         self._name, self._computed = name, computed
 
     def visit_Call(self, node: ast.Call) -> ast.Call:
-        """Go on to the arguments, except of the program's functions."""
+        """Visit only the arguments, and skip calls of the program's functions."""
         if _root(node.func) not in self._computed:
             node.args = [self.visit(one) for one in node.args]
         return node
@@ -150,7 +151,7 @@ def _targets(node: ast.AST) -> list[ast.expr]:
 
 
 def _sides(node: ast.AST) -> list[ast.expr]:
-    """The sides of a comparison: of an operator, of `math.isclose`, or of a method of unittest."""
+    """The sides of a comparison by an operator, by `math.isclose`, or by a method of unittest."""
     match node:
         case ast.Compare(left=left, comparators=others):
             return [left, *others]

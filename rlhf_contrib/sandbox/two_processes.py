@@ -1,10 +1,11 @@
-"""Run a test in one process and the program that it tests in another: they exchange copies of plain values.
+"""Run a test in one process and the tested program in another; they exchange copies of plain values.
 
-`driver` sends the text of this module into the sandbox, so it imports the standard library only. The program runs in a child
-process, which never sees the test. Where the test says `f(a)`, the child receives a copy of `a` and returns a copy of the result.
-Everything else in a test runs in the parent: comparisons, reference solutions, random numbers, `math.isclose`. A program that
-replaces builtins, sets a trace function or searches memory finds only itself. An object without a plain value, such as an
-instance of a class, stays where it is, and the other process has a `Remote` in its place.
+`driver` sends the text of this module into the sandbox, so it imports only the standard library. The program runs in a
+child process that never sees the test. When the test calls `f(a)`, the child receives a copy of `a` and returns a copy
+of the result. Everything else in a test runs in the parent: comparisons, reference solutions, random numbers,
+`math.isclose`. A program that replaces builtins, sets a trace function or searches memory therefore affects only
+itself. An object without a plain value, such as an instance of a class, stays in its process, and the other process
+gets a `Remote` instead.
 """
 
 import builtins
@@ -67,10 +68,10 @@ SHARED = [
     "re",
     "typing",
 ]
-"""Modules that both processes import. The test uses its own, whatever the program does to them."""
+"""Modules that both processes import. The test uses its own copies, which the program cannot change."""
 CLOSED = (type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 RUNNING = (types.GeneratorType, types.CoroutineType, types.FrameType, types.TracebackType)
-"""Objects of a test whose attributes could lead to its variables."""
+"""Objects of a test with attributes that could lead to its variables."""
 UNARY = ("abs", "bool", "float", "format", "hash", "int", "iter", "len", "next", "repr", "reversed", "round", "str")
 ATTRIBUTES = ("getattr", "setattr", "hasattr")
 OPERATORS = ("contains", "getitem", "setitem", "delitem", "neg", "pos", "eq", "lt", "le", "gt", "ge")
@@ -81,7 +82,7 @@ ARITHMETIC |= {
 
 
 class Remote:
-    """An object of the other process, where its operators and methods run. `base`: the builtin type that its class extends."""
+    """Proxy for an object in the other process, where its methods run. `base`: builtin type that its class extends."""
 
     def __init__(self, link: "Link", number: int, base: Any) -> None:
         vars(self).update(_link=link, _number=number, _base=base)
@@ -93,7 +94,7 @@ class Remote:
         self._link.ask("setattr", self, name, value)
 
     def __eq__(self, other: object) -> bool:
-        """Compare content with a plain value; only a class that extends a builtin type has any. Ask about two objects."""
+        """Compare content with a plain value, if the class extends a builtin type. Two objects compare remotely."""
         if isinstance(other, Remote):
             return self is other or bool(self._link.ask("eq", self, other))
         return self._base is not None and bool(self._link.ask("content", self) == other)
@@ -131,7 +132,7 @@ def _forward(name: str) -> Callable[..., Any]:
 
 
 def _order(name: str) -> Callable[..., Any]:
-    """Compare two objects by their own rule, and the content of one with a plain value."""
+    """Compare two objects by their own rule, and an object's content with a plain value."""
 
     def compare(self: Any, other: Any) -> Any:
         if isinstance(other, Remote):
@@ -142,7 +143,7 @@ def _order(name: str) -> Callable[..., Any]:
 
 
 def _arithmetic(name: str, reflected: bool) -> Callable[..., Any]:
-    """Calculate with another object. A number minus an object is no number: else an object could equal every number."""
+    """Calculate with another object. A number minus an object is not a number, or it could equal every number."""
 
     def calculate(self: Any, other: Any) -> Any:
         found = self._link.ask(name, *((other, self) if reflected else (self, other)))
@@ -163,15 +164,15 @@ for _name in ARITHMETIC:
 
 
 class ProgramExit(SystemExit):
-    """The program has called `sys.exit`."""
+    """The program called `sys.exit`."""
 
 
 class ProgramEnded(BaseException):
-    """The program's process has ended. No handler of a test is for this."""
+    """The program's process has ended. Derives from BaseException so that tests do not catch it."""
 
 
 class Link:
-    """Requests to the other process, and answers to its own. A request names a function of `FUNCTIONS`."""
+    """Sends requests to the other process and answers its requests. A request names a function of `FUNCTIONS`."""
 
     def __init__(self, reading: int, writing: int) -> None:
         self._reader = os.fdopen(reading, "rb")
@@ -187,11 +188,11 @@ class Link:
         self.main = types.ModuleType("__main__")
         self.names = vars(self.main)
         self.wanted: list[str] = []  # variables that the other process needs
-        self.missing: list[str] = []  # and the ones that we need
+        self.missing: list[str] = []  # variables that this process needs
         sys.modules["__main__"] = self.main
 
     def ask(self, function: str, *args: Any, **options: Any) -> Any:
-        """Call a function of `FUNCTIONS` in the other process. Raises the exceptions that it raises."""
+        """Call a function of `FUNCTIONS` in the other process, and raise any exception that it raises."""
         with self._lock:
             self._send({"ask": [function, [self.encode(one) for one in args], self.encode(options), self._news()]})
             while "ask" in (message := self._receive()):
@@ -216,17 +217,17 @@ class Link:
                 self._send(self._answer(*self._receive()["ask"]))
 
     def unread(self, value: Any) -> Any:
-        """The value, which stays as it is if the next function changes its copy and returns something."""
+        """Mark a value whose original stays unchanged if the next function changes its copy and returns something."""
         self._unread.add(id(value))
         return value
 
     def before(self, value: Any) -> Any:
-        """A value as it was before the program last changed it."""
+        """The value from before the program last changed it."""
         changed, earlier = self._changed.get(id(value), (self, None))
         return earlier if changed is value else value
 
     def encode(self, value: Any) -> Any:
-        """A value for JSON: scalars and lists of scalars are unchanged, others become {kind: content}."""
+        """Encode a value for JSON: scalars and lists of scalars are unchanged, others become {kind: content}."""
         kind = type(value)
         if kind in SCALARS or (kind is list and all(type(one) in SCALARS for one in value)):
             return value
@@ -258,7 +259,7 @@ class Link:
         return {"mine": self._describe(value)}
 
     def decode(self, written: Any) -> Any:
-        """The value that the other process has encoded."""
+        """Decode a value that the other process has encoded."""
         if isinstance(written, list):
             return list(written)
         if not isinstance(written, dict):
@@ -323,7 +324,7 @@ class Link:
         return self.ask("await", coroutine)
 
     def _answer(self, function: str, given: list[Any], options: Any, news: Mapping[str, Any]) -> dict[str, Any]:
-        """Run a request of the other process, and describe its result."""
+        """Run a request of the other process and encode its result."""
         self._take(news)
         try:
             args = [self.decode(one) for one in given]
@@ -347,12 +348,12 @@ class Link:
         return found if module != "builtins" or isinstance(found, type) else None
 
     def _change(self, value: Any, after: Any) -> None:
-        """Give `value` the content of `after`, as the program has changed its copy."""
+        """Set the content of `value` to `after`, because the program has changed its copy."""
         self._changed[id(value)] = value, self.decode(self.encode(value))
         change(value, after)
 
     def _news(self) -> dict[str, Any]:
-        """Variables that the other process needs and does not have in their present state."""
+        """Variables that the other process needs and whose present state it does not have yet."""
         found = {name: self.encode(self.names[name]) for name in self.wanted if self._is_open(name)}
         new = {name: one for name, one in found.items() if name not in self._sent or self._sent[name] != one}
         self._sent |= new
@@ -379,7 +380,7 @@ class Link:
 
 
 class ProgramSide(Link):
-    """In the child: runs what the test calls, and returns what it prints."""
+    """In the child: runs the test's calls, and sends back printed output."""
 
     def _run(self, function: str, given: list[Any], args: list[Any], options: dict[str, Any]) -> tuple[Any, str]:
         with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -387,9 +388,10 @@ class ProgramSide(Link):
         return value, printed.getvalue()
 
     def _start(self, used: list[str], free: list[str], program: str) -> Any:
-        """Run the program. Its variables that the test uses, and the names of variables that it does not define.
+        """Run the program. Returns the variables that the test uses, and the names that the program does not define.
 
-        It runs as a module that a test imports: what stands below `if __name__ == "__main__":` is for a program with input.
+        It runs as a module that a test imports, so code below `if __name__ == "__main__":` is skipped; that code
+        expects input.
         """
         code = compile(program, "main.py", "exec")
         self.names["__name__"], sys.modules["main"] = "main", self.main
@@ -403,7 +405,7 @@ class ProgramSide(Link):
 
 
 class TestSide(Link):
-    """In the parent: lets the program use objects that the test passes to it, and classes that only hold data."""
+    """In the parent: gives the program access to objects that the test passes to it, and to plain data classes."""
 
     def _run(self, function: str, given: list[Any], args: list[Any], options: dict[str, Any]) -> tuple[Any, str]:
         if function == "input":
@@ -424,7 +426,7 @@ class TestSide(Link):
 
 
 class ProgramInput(io.TextIOBase):
-    """Standard input of the program: the lines that the test's `input` returns."""
+    """Standard input of the program: lines from the test's `input`."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
@@ -438,12 +440,12 @@ class ProgramInput(io.TextIOBase):
         return line
 
     def read(self, *_: Any) -> str:  # type: ignore[override]
-        """All lines that are left."""
+        """All remaining lines."""
         return "".join(iter(self.readline, ""))
 
 
 class Stub:
-    """A program that returns the same value whatever it is asked."""
+    """A program that returns the same value for every call."""
 
     def __init__(self, value: Any) -> None:
         self._value = value
@@ -464,23 +466,23 @@ def known(module: str, name: str) -> Any:
 
 
 def names_in(code: types.CodeType) -> list[str]:
-    """Names of global variables in a program and its functions, with names of attributes among them."""
+    """Names of global variables in a program and its functions, including names of attributes."""
     inner = [one for one in code.co_consts if isinstance(one, types.CodeType)]
     return sorted({*code.co_names, *(name for one in inner for name in names_in(one))})
 
 
 def is_copied(written: Any) -> bool:
-    """True for an encoded argument that is a container."""
+    """Whether an encoded argument is a container."""
     return isinstance(written, list) or (isinstance(written, dict) and not written.keys() & {"yours", "mine"})
 
 
 def is_mutable(value: Any) -> bool:
-    """True for containers that `change` can change."""
+    """Whether a value is a container that `change` can update."""
     return hasattr(value, "clear") and (hasattr(value, "extend") or hasattr(value, "update"))
 
 
 def change(value: Any, after: Any) -> None:
-    """Give a container the content of another one, and to the containers in a list of the same length, which keep their identity."""
+    """Copy the content of a container into another; in lists of equal length, nested containers keep their identity."""
     if isinstance(value, list) and len(value) == len(after):
         for number, (one, new) in enumerate(zip(value, after)):
             if is_mutable(one) and type(one) is type(new):
@@ -509,7 +511,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 def passes(code: str, names: dict[str, Any]) -> bool:
-    """Run a test. True if nothing fails, also in unittest, which catches failures."""
+    """Run a test. True if nothing fails, including in unittest, which catches failures."""
     results = list[Any]()
     if "unittest" in code:
         import unittest
@@ -528,7 +530,7 @@ def passes(code: str, names: dict[str, Any]) -> bool:
 
 
 def run(program: str) -> None:
-    """Start the program's process, read the test, and write its word if it passes."""
+    """Start the program's process, read the test, and write the secret word if it passes."""
     down, up = os.pipe(), os.pipe()
     if hasattr(sys, "set_int_max_str_digits"):
         sys.set_int_max_str_digits(0)
@@ -537,7 +539,7 @@ def run(program: str) -> None:
         os.close(down[1])
         os.close(up[0])
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.dup2(2, 1)  # the parent's output is its own
+        os.dup2(2, 1)  # keep the parent's output separate
         side = ProgramSide(down[0], up[1])
         sys.stdin = ProgramInput(side)
         sys.setrecursionlimit(sys.getrecursionlimit() + 50)  # for the functions of this module
@@ -562,7 +564,7 @@ def run(program: str) -> None:
 
 
 def run_without_program() -> None:
-    """Read a test, and write its word if it passes whatever value a program returns: it checks nothing."""
+    """Read a test, and write the secret word if it passes for any return value, which means that it checks nothing."""
     import ast
 
     test = json.loads(sys.stdin.read())

@@ -1,4 +1,4 @@
-"""Serve a policy with vLLM's OpenAI server on 127.0.0.1, with a token that no list of processes shows."""
+"""Serve a policy with vLLM's OpenAI server on 127.0.0.1, with a token that is hidden from process lists."""
 
 import json
 import os
@@ -24,13 +24,13 @@ START_TIMEOUT_S = 900.0  # large models take minutes to read and compile
 STOP_PATIENCE_S = 10.0  # between SIGTERM and SIGKILL
 TEMPLATE = "chat_template.jinja"
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""The values that vLLM takes for the largest rank of an adapter."""
+"""The maximum adapter ranks that vLLM accepts."""
 GIB = 1 << 30  # bytes
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A policy to serve: its names for clients, its folder, and an adapter over its weights."""
+    """A policy to serve: its names for clients, its folder, and an optional adapter."""
 
     name: str
     digest: str
@@ -45,7 +45,7 @@ class ServeOptions:
 
     port: int = SERVE_PORT
     max_model_len: int = 0
-    """Maximum number of tokens of a conversation; 0 is as many as the model has positions."""
+    """Maximum number of tokens of a conversation; 0 means the model's number of positions."""
     kv_cache_gib: float = 1.0
     """Memory for the cache of a server without a GPU."""
     on_gpu: bool = False
@@ -62,7 +62,7 @@ def check_served(model: ServedModel) -> None:
 
 
 def has_chat_template(folder: Path) -> bool:
-    """Return whether the tokenizer of a policy has a chat template, which vLLM then uses."""
+    """Whether the policy's tokenizer has a chat template, which vLLM then uses."""
     if (folder / TEMPLATE).is_file():
         return True
     config = folder / "tokenizer_config.json"
@@ -70,7 +70,7 @@ def has_chat_template(folder: Path) -> bool:
 
 
 def serve_command(model: ServedModel, options: ServeOptions, descriptor: int) -> list[str]:
-    """Return the command of the server, which has the socket `descriptor`; it holds no secrets."""
+    """The server's command line with the socket `descriptor`; it contains no secrets."""
     command = [sys.executable, "-P", "-m", "rlhf_core.sampling.vllm_front", str(descriptor)]
     command += ["--middleware", "rlhf_core.sampling.vllm_front.PolicyDoor", "--model", str(model.folder)]
     command += ["--served-model-name", model.name, model.digest[:12]]
@@ -88,7 +88,7 @@ def serve_command(model: ServedModel, options: ServeOptions, descriptor: int) ->
 
 
 def serve_environment(token: str, *, on_gpu: bool) -> dict[str, str]:
-    """Return the environment of the server, in which it finds its token."""
+    """The server's environment variables, including its token."""
     quiet = {"VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
     ready = {"VLLM_ENGINE_READY_TIMEOUT_S": str(int(START_TIMEOUT_S))}
     cpu = {} if on_gpu else {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
@@ -97,7 +97,7 @@ def serve_environment(token: str, *, on_gpu: bool) -> dict[str, str]:
 
 @contextmanager
 def policy_server(home: Home, model: ServedModel, options: ServeOptions, token: str) -> Iterator[ServingNote]:
-    """Start the server and yield where it is, once it answers; it ends with the block or with this process.
+    """Start the server and yield its address once it responds; it ends with the block or with this process.
 
     Raises ServiceError, which names the log, if it does not start.
     """
@@ -129,13 +129,13 @@ def policy_server(home: Home, model: ServedModel, options: ServeOptions, token: 
 
 
 def wait_for_end(note: ServingNote, every_s: float = 5.0) -> None:
-    """Return when the server's process has ended; a busy server may not answer for a while."""
+    """Block until the server's process has ended; a busy server may not respond for a while."""
     while process_state(note.pid, note.started) != "gone":
         time.sleep(every_s)
 
 
 def health_url(url: str) -> str:
-    """Return the health address of a server, from its address for OpenAI clients.
+    """The health address of a server, from its address for OpenAI clients.
 
     >>> health_url("http://127.0.0.1:8000/v1")
     'http://127.0.0.1:8000/health'

@@ -1,8 +1,8 @@
-"""Serve a reward over HTTP, on OpenRLHF's contract: `/get_reward` (and `/`), `/health`, `/metrics`.
+"""Serve a reward over HTTP with OpenRLHF's protocol: `/get_reward` (and `/`), `/health`, `/metrics`.
 
-Requests that come within `max_wait_s` of each other are scored as one batch, one batch at a time, in a thread of its
-own, so that health and metrics answer while it works. If a batch fails, each of its requests is scored alone: what one
-client sends does not fail another's. Requests of web pages are refused: no page has business here.
+Requests that arrive within `max_wait_s` of each other are scored as one batch. A separate thread scores one batch at a
+time, so health and metrics respond meanwhile. If a batch fails, each of its requests is scored alone, so a bad request
+does not affect other clients. Requests from web pages are rejected.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)  # bounds of the his
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """One answer to score. `text` is prompt and answer; without a `prompt` of its own it is all answer."""
+    """One answer to score. `text` is prompt and answer; with an empty `prompt`, all of it is the answer."""
 
     text: str
     prompt: str
@@ -44,7 +44,7 @@ class Query:
 
     @property
     def answer(self) -> str:
-        """Return the text after the prompt.
+        """The text after the prompt.
 
         >>> Query("2+2? 4", "2+2? ", "4").answer
         '4'
@@ -61,14 +61,14 @@ class ServerLimits:
     """Batching and limits of requests."""
 
     max_batch: int = 256
-    """Answers that are scored at a time; a request with more is a batch of its own."""
+    """Maximum number of answers scored at a time; a larger request is a separate batch."""
     max_wait_s: float = 0.01
     """Seconds that a request waits for others."""
     body: BodyLimits = BodyLimits()
 
 
 def create_app(score: Score, *, name: str, token: str, limits: ServerLimits = ServerLimits()) -> Door:
-    """Return the application. All but `/health` needs the `token` as bearer token; without one, this user is answered."""
+    """Build the application. With a `token`, all routes except `/health` require it; else it serves only this user."""
     service = _Service(score, name=name, limits=limits)
 
     @contextlib.asynccontextmanager
@@ -91,7 +91,7 @@ def create_app(score: Score, *, name: str, token: str, limits: ServerLimits = Se
 
 
 def read_request(body: bytes) -> list[Query]:
-    """Return the queries of a request; ValueError with the problem if it is invalid. Text must be encodable as UTF-8.
+    """Parse the queries of a request; ValueError explains an invalid one. Text must be encodable as UTF-8.
 
     >>> read_request(b'{"query": ["2+2? 4"], "prompts": ["2+2? "], "labels": [null]}')
     [Query(text='2+2? 4', prompt='2+2? ', label='')]
@@ -193,7 +193,7 @@ class _Service:
                         one.rewards.set_exception(RlhfError(f"the reward failed: {error!r}"))
 
     async def _gather(self) -> list[_Waiting]:
-        """Return the next request and those that come soon after, up to `max_batch` answers."""
+        """The next request and the requests that follow within `max_wait_s`, up to `max_batch` answers."""
         first = self._left_over or await self._queue.get()
         self._left_over = None
         requests, size = [first], len(first.queries)
@@ -214,14 +214,12 @@ class _Service:
         return requests
 
     async def _settle(self, requests: Sequence[_Waiting], thread: ThreadPoolExecutor) -> None:
-        """Give every request its rewards, or the error of scoring it alone."""
+        """Set the rewards of every request, or the error of scoring it alone."""
         queries = [query for one in requests for query in one.queries]
         self._batches.observe(len(queries))
         try:
             outcome = await asyncio.get_running_loop().run_in_executor(thread, self._score, queries)
-        except (
-            Exception
-        ) as error:  # a fault of the reward, or of this server: it is that of one request, if it can be told
+        except Exception as error:  # from the reward or this server; scoring requests alone finds the one at fault
             self._errors.inc()
             if isinstance(error, RlhfError):
                 logger.warning("%s", error)
@@ -249,7 +247,7 @@ def _as_logs(logs: Logs) -> Logs:
 
 
 def _as_text(value: Any) -> str:
-    """Return a label as text: OpenRLHF sends it as in the data, which may be a number or a table."""
+    """Convert a label to text. OpenRLHF sends it as in the data, so it may be a number or a table."""
     if value is None:
         return ""
     return value if isinstance(value, str) else json.dumps(value)
@@ -265,7 +263,7 @@ Encode = Callable[[Query], Column[int]]
 
 
 def function_score(reward: Reward) -> Score:
-    """Return a scorer by `reward`: each prompt is one message of a user, as it was sent, and tokens are not known."""
+    """Build a scorer from `reward`: each prompt is sent as one user message, and token ids are unknown."""
 
     def score(queries: Sequence[Query]) -> RewardOutcome:
         outcome = reward([_generation(number, query) for number, query in enumerate(queries)])
@@ -275,7 +273,7 @@ def function_score(reward: Reward) -> Score:
 
 
 def reward_model_score(trainer: Trainer, encode: Encode, *, max_length: int) -> Score:
-    """Return a scorer by a reward model that reads `encode(query)`, cut to `max_length` tokens."""
+    """Build a scorer from a reward model that reads `encode(query)`, truncated to `max_length` tokens."""
 
     def score(queries: Sequence[Query]) -> RewardOutcome:
         sequences = [encode(query)[:max_length] for query in queries]
@@ -287,17 +285,17 @@ def reward_model_score(trainer: Trainer, encode: Encode, *, max_length: int) -> 
 
 
 def as_it_stands(tokenize: Callable[[str], Column[int]]) -> Encode:
-    """Return the encoding of queries that are rendered already, with special tokens as text, as OpenRLHF sends them.
+    """Build an encoder for queries that are already rendered, with special tokens as text, as OpenRLHF sends them.
 
-    Nothing is added: no begin token (the template wrote it), and no end token to an answer that was cut off.
+    Nothing is added: the template contains the begin token, and truncated answers have no end token.
     """
     return lambda query: tokenize(query.text)
 
 
 def rendered(tokens_of: Callable[[str, str], Column[int]]) -> Encode:
-    """Return the encoding of plain queries: the prompt as one message of a user in the template, answer, end of turn.
+    """Build an encoder for plain queries: the prompt as one user message in the template, the answer, end of turn.
 
-    `tokens_of(prompt, answer)` returns these tokens as the reward model was trained on them.
+    `tokens_of(prompt, answer)` returns these tokens in the format that the reward model was trained on.
     """
 
     def encode(query: Query) -> Column[int]:
@@ -315,7 +313,7 @@ def _generation(number: int, query: Query) -> Generation:
 
 
 def _checked(outcome: RewardOutcome, count: int) -> RewardOutcome:
-    """Raise RewardError unless there are `count` finite values: JSON has no NaN."""
+    """Raise RewardError unless the outcome has `count` finite values, because JSON has no NaN."""
     if len(outcome.values) != count:
         raise RewardError("rewards", len(outcome.values), f"for {count} answers", "fix the reward")
     for position, value in enumerate(outcome.values):

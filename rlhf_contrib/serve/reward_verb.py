@@ -83,7 +83,7 @@ def serve(options: argparse.Namespace, store: ArtifactStore) -> None:
 
 
 def read_token(token_env: str, *, host: str) -> str:
-    """Return the token in the environment variable, or "". Raise ConfigError if others could call without a token."""
+    """Read the token from the environment variable, or "". ConfigError if others could call it without a token."""
     if not token_env:
         if host not in LOCAL_HOSTS:
             rule = "other machines can reach this address, and no token is set"
@@ -96,7 +96,7 @@ def read_token(token_env: str, *, host: str) -> str:
 
 @contextlib.contextmanager
 def open_score(options: argparse.Namespace, store: ArtifactStore) -> Iterator[Score]:
-    """Yield the scorer: the function in a process of its own, or the reward model, verified against its contract."""
+    """Open the scorer: the function in a separate process, or the reward model, verified against its contract."""
     if options.function:
         settings = WorkerSettings(arguments=read_json_arguments(options.arguments))
         with IsolatedReward("served", options.function, timeout_s=options.timeout_s, settings=settings) as reward:
@@ -110,7 +110,7 @@ def open_score(options: argparse.Namespace, store: ArtifactStore) -> Iterator[Sc
 
 @contextlib.contextmanager
 def open_reward_model(folder: Path, options: argparse.Namespace) -> Iterator[Score]:
-    """Yield a scorer for the reward model in `folder`, which reads text as the score stage reads tokens."""
+    """Open a scorer for the reward model in `folder`, which reads text as the score stage reads tokens."""
     contract, chat = Contract.read(folder), ChatTemplate.load(folder)
     encode = rendered(chat.answered_ids) if options.render else as_it_stands(partial(encode_text, chat.tokenizer))
     runtime = open_runtime(RuntimeConfig(type="local", sampler=HFSamplerConfig()))

@@ -17,7 +17,7 @@ from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import PolicyRef
 
 GPU = Path("/dev/nvidiactl")
-"""Exists where an NVIDIA GPU can be used; a query by torch takes seconds."""
+"""Device file of an NVIDIA GPU; asking torch would take seconds."""
 
 
 def serve_options(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +54,7 @@ def serve(options: argparse.Namespace) -> None:
 
 
 def check_numbers(options: argparse.Namespace) -> None:
-    """Raise ConfigError for a port, a length or a size of the cache that cannot be."""
+    """Raise ConfigError for an invalid port, length or cache size."""
     if not 1 <= options.port <= LAST_PORT:
         raise ConfigError("--port", options.port, f"must be 1 to {LAST_PORT}", "name another port")
     if options.max_model_len < 0:
@@ -65,9 +65,9 @@ def check_numbers(options: argparse.Namespace) -> None:
 
 
 def served_model(options: argparse.Namespace, store: ArtifactStore, home: Home) -> ServedModel:
-    """Return the policy that a name means, and its adapter, if one is named; print which policies these are.
+    """Find the policy with a name, and its adapter if one is named; prints which policies these are.
 
-    An adapter is a folder, or the name of a policy that has one beside its weights.
+    An adapter is given as a folder, or as the name of a policy that includes one.
     """
     policy = options.policy
     ref, which = find_policy(policy, options.profile, store, home)
@@ -87,7 +87,7 @@ def _adapter(options: argparse.Namespace, policy: PolicyRef, store: ArtifactStor
     if not found.is_dir():
         rule = "this policy was trained without LoRA"
         raise ConfigError("--adapter", named, rule, "name one that has a folder `adapter`")
-    # Over other weights it would be another policy, which was neither trained nor evaluated.
+    # With other base weights it would be another policy, which was neither trained nor evaluated.
     made = [one.payload["inputs"] for one in store.records() if one.handle.digest == trained.digest]
     began = [inputs["policy"] for inputs in made if "policy" in inputs]
     if began and policy.digest not in began:

@@ -1,9 +1,9 @@
 """Run one profile with several values of its options, and choose the best.
 
-Every point is an ordinary run with overrides, so stages that points share are computed once, and a sweep that was killed
-goes on with the same command: what is done is in the store.
+Every point is an ordinary run with overrides, so stages that points share are computed once. A killed sweep resumes
+with the same command, because finished stages are in the store.
 
-Points are drawn by Optuna: at random, or one after the other, each after the results of those before.
+Optuna draws the points: at random, or one at a time, each based on the results of the earlier points.
 
 Akiba et al., "Optuna: A Next-generation Hyperparameter Optimization Framework" (arXiv 1907.10902); its sampler is the
 tree-structured Parzen estimator (Bergstra et al., "Algorithms for Hyper-Parameter Optimization", NeurIPS 2011).
@@ -47,12 +47,12 @@ _RANGE = re.compile(r"(?P<log>log:)?(?P<low>[^.:].*?)\.\.(?P<high>.+)")
 
 
 def keys_of(points: Sequence[Point]) -> list[str]:
-    """Return the keys that the points set, under their present names and in their order."""
+    """The keys that the points set, under their present names and in their order."""
     return list(dict.fromkeys(key_of(part) for point in points for part in point))
 
 
 def key_of(override: str) -> str:
-    """Return the key of an override under its present name.
+    """The key of an override under its present name.
 
     >>> key_of("ppo.kl_coef=0.1")
     'ppo.kl.coef'
@@ -61,12 +61,12 @@ def key_of(override: str) -> str:
 
 
 def named(point: Point) -> str:
-    """Return a point as people read it, without secrets."""
+    """Describe a point for people, without secrets."""
     return " ".join(shown_overrides(point)) or "the profile as it is"
 
 
 def grid_points(grids: Sequence[str]) -> list[Point]:
-    """Return the product of the values in `key=value,value`, the last key the fastest.
+    """The product of the values in `key=value,value`; the last key varies fastest.
 
     >>> grid_points(["ppo.kl.coef=0.05,0.1", "seed=1,2"])[1]
     ('ppo.kl.coef=0.05', 'seed=2')
@@ -77,7 +77,7 @@ def grid_points(grids: Sequence[str]) -> list[Point]:
 
 
 def random_points(count: int, ranges: Sequence[str], grids: Sequence[str], *, seed: int) -> list[Point]:
-    """Return `count` points drawn from ranges and from the values of grids; the same `seed` draws the same points.
+    """Draw `count` points from ranges and from the values of grids; the same `seed` draws the same points.
 
     >>> random_points(1, ["ppo.kl.coef=log:0.01..0.1"], ["seed=1,2"], seed=0)
     [('ppo.kl.coef=0.03538', 'seed=1')]
@@ -89,7 +89,7 @@ def random_points(count: int, ranges: Sequence[str], grids: Sequence[str], *, se
 
 
 def new_study(sampler: str, direction: Direction = "max", **options: Any) -> Any:
-    import optuna  # a second, which other commands need not wait
+    import optuna  # takes a second, so other commands do not import it
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     best: Literal["maximize", "minimize"] = "maximize" if direction == "max" else "minimize"
@@ -105,13 +105,13 @@ class Space:
 
     @classmethod
     def of(cls, ranges: Sequence[str], grids: Sequence[str]) -> Space:
-        """Return the space of `--range` and `--grid`; raise ConfigError for a key that is in it twice."""
+        """Parse the space of `--range` and `--grid`; raises ConfigError for a key that appears twice."""
         space = cls([span_of(text) for text in ranges], [choices_of(grid) for grid in grids])
         check_keys([span.key for span in space.spans] + [key for key, _ in space.choices])
         return space
 
     def point(self, trial: Trial) -> Point:
-        """Return the point that Optuna chooses for a trial."""
+        """The point that Optuna chooses for a trial."""
         drawn = []
         for span in self.spans:
             if span.whole:
@@ -122,7 +122,7 @@ class Space:
         return (*drawn, *(f"{key}={trial.suggest_categorical(key, listed)}" for key, listed in self.choices))
 
     def ends(self) -> list[Point]:
-        """Return points with both ends of every range and all values of every list."""
+        """Points that cover both ends of every range and all values of every list."""
         named = [(span.key, [span.written(span.low), span.written(span.high)]) for span in self.spans]
         named += self.choices
         most = max(len(values) for _, values in named)
@@ -131,7 +131,7 @@ class Space:
 
 @dataclass(frozen=True)
 class Span:
-    """A range of values from `low` to `high`, evenly or on a logarithmic scale, whole numbers if `whole`."""
+    """A range of values from `low` to `high`, linear or logarithmic; integers if `whole`."""
 
     key: str
     low: float
@@ -140,7 +140,7 @@ class Span:
     whole: bool
 
     def written(self, value: float) -> str:
-        """Return a value of this range as it is written in an override: with four digits, more where the range is narrow."""
+        """Format a value of this range for an override: four significant digits, or more if the range is narrow."""
         value = min(max(value, self.low), self.high)
         if self.whole:
             return str(int(value))
@@ -180,7 +180,7 @@ def choices_of(grid: str) -> tuple[str, list[str]]:
 
 
 def _split(grid: str, text: str) -> list[str]:
-    """Return the values of a list; commas inside brackets, braces and quotes separate nothing."""
+    """Split a list into its values; commas inside brackets, braces and quotes do not separate."""
     parts, depth, quote, escaped = [""], 0, "", False
     for letter in text:
         if escaped or (quote == '"' and letter == "\\"):  # \" does not end a text
@@ -226,7 +226,7 @@ class PointResult:
     measures: Mapping[str, Mapping[str, Measure]] = field(default_factory=dict)
     digests: Mapping[str, str] = field(default_factory=dict)
     error: str = ""
-    """Why the run has no result; empty if it has one."""
+    """Reason why the run has no result; empty if it has one."""
 
 
 @dataclass(frozen=True)
@@ -242,11 +242,11 @@ class Goal:
     direction: Direction
 
     def of(self, result: PointResult) -> Measure | None:
-        """Return the number at a point; None if the point has none."""
+        """The number at a point; None if the point has none."""
         return result.measures.get(self.label, {}).get(self.name)
 
     def finite(self, result: PointResult) -> Measure | None:
-        """Return the number at a point; None if the point has none, or one that is NaN or infinite."""
+        """The number at a point; None if it is missing, NaN or infinite."""
         found = self.of(result)
         return found if found is not None and found.is_finite else None
 
@@ -257,9 +257,9 @@ class Goal:
 def run_points(
     points: Sequence[Point], run_point: Callable[[Point, Tally], Mapping[str, ArtifactRef]], store: ArtifactStore
 ) -> list[PointResult]:
-    """Run every point through `run_point`, which returns the artifacts by label; a point that fails stops no other one.
+    """Run every point through `run_point`, which returns the artifacts by label; other points run even if one fails.
 
-    `run_point` may set the listener inside the tally that it is given.
+    `run_point` may set the listener inside the tally that it receives.
     """
     results = []
     for point in points:
@@ -283,12 +283,12 @@ def run_points(
 
 RunPoint: TypeAlias = Callable[[Point, Tally], Mapping[str, ArtifactRef]]
 GoalIn: TypeAlias = Callable[[Sequence[PointResult]], Goal | None]
-"""Returns the number that decides, as soon as a result has one."""
+"""Finds the goal of the search, as soon as a result has it."""
 
 
 @dataclass(frozen=True)
 class Listed:
-    """Points that are known before the first one runs, and run in their order.
+    """Points that are known before the first one runs, and are run in order.
 
     >>> Listed((("seed=1",), ("seed=2",))).params()
     {'point': {'1': 'seed=1', '2': 'seed=2'}}
@@ -303,15 +303,15 @@ class Listed:
         return len(self.points)
 
     def to_check(self) -> list[Point]:
-        """Return points whose keys and values are checked before the first run."""
+        """Points whose keys and values are checked before the first run."""
         return list(self.points)
 
     def identity(self, metric: str) -> list[object]:
-        """Return what distinguishes these points from those of other sweeps."""
+        """Values that distinguish these points from those of other sweeps."""
         return [list(point) for point in self.points]
 
     def params(self) -> dict[str, object]:
-        """Return the parameters of the points for a tracker."""
+        """The parameters of the points for a tracker."""
         return {"point": {str(number): named(point) for number, point in enumerate(self.points, start=1)}}
 
     def run(self, run_point: RunPoint, store: ArtifactStore, goal_in: GoalIn) -> list[PointResult]:
@@ -324,7 +324,7 @@ class Listed:
 def goal_of(
     metric: str, direction: Direction, *, runs: Sequence[Mapping[str, StageSpec]], policies: Sequence[str]
 ) -> Goal | None:
-    """Return the goal that `[STAGE:]METRIC` names, None for an empty one; raise ConfigError for an unknown one.
+    """Parse the goal `[STAGE:]METRIC`; None for an empty one. Raises ConfigError for an unknown one.
 
     `runs` are the stages of the runs by label.
     """
@@ -349,7 +349,7 @@ def goal_of(
 
 
 def default_goal(results: Sequence[PointResult], policies: Sequence[str], direction: Direction) -> Goal | None:
-    """Return the gold reward of the last policy, or its reward-model score; None if no point has either."""
+    """The gold reward of the last policy, or else its reward-model score; None if no point has either."""
     for measure in ("gold", "reward_model"):
         for policy in reversed(policies):
             goal = Goal("evaluate", f"{policy}/{measure}", direction)
@@ -359,14 +359,14 @@ def default_goal(results: Sequence[PointResult], policies: Sequence[str], direct
 
 
 def best_point(results: Sequence[PointResult], goal: Goal) -> PointResult | None:
-    """Return the first point with the best mean; None if no point has the number, or it is finite at none of them."""
+    """The first point with the best mean; None if no point has a finite number."""
     found = [(measure.mean, result) for result in results if (measure := goal.finite(result)) is not None]
     choose = max if goal.direction == "max" else min
     return choose(found, key=lambda pair: pair[0])[1] if found else None
 
 
 def ties(results: Sequence[PointResult], best: PointResult, goal: Goal) -> list[PointResult]:
-    """Return the other points with exactly the mean of the best."""
+    """The other points with exactly the same mean as the best."""
     ours = goal.finite(best)
     assert ours is not None
     others = ((result, goal.finite(result)) for result in results if result is not best)
@@ -374,7 +374,7 @@ def ties(results: Sequence[PointResult], best: PointResult, goal: Goal) -> list[
 
 
 def rivals(results: Sequence[PointResult], best: PointResult, goal: Goal) -> list[PointResult]:
-    """Return the other points that are not significantly worse: their intervals overlap, or one has none."""
+    """The other points that are not significantly worse: their intervals overlap, or one has no interval."""
     ours = goal.finite(best)
     assert ours is not None
     others = ((result, goal.finite(result)) for result in results if result is not best)
@@ -387,7 +387,7 @@ def _apart(one: Measure, other: Measure) -> bool:
 
 
 def check_metric(results: Sequence[PointResult], goal: Goal) -> None:
-    """Raise ConfigError if points have a result, but none of them the number that decides."""
+    """Raise ConfigError if points have a result, but none of them has the number of the goal."""
     finished = [result for result in results if not result.error]
     if any(goal.of(result) for result in finished) and best_point(finished, goal) is None:
         rule = "is not finite at any point"
@@ -403,7 +403,7 @@ def check_approved(
 ) -> None:
     """Request an approval of the best point, as a gate does; `profile` is the digest of the swept profile.
 
-    Raises StageWaiting until somebody has answered, and RunBlocked if they have rejected it.
+    Raises StageWaiting until a person has answered, and RunBlocked if they have rejected it.
     """
     gate = GateConfig(name="sweep", after=goal.label, otherwise="approve")
     found = f"{goal} {goal.of(best)} with {named(best.point)}, the best of {len(results)} points"
@@ -435,7 +435,7 @@ ASKS = 4
 class Search:
     """A search for the best of `count` points in ranges and lists of values.
 
-    The same seed and the same results give the same points, so a search that was killed finds its own again.
+    The same seed and results give the same points, so a killed search finds its points in the store when it resumes.
     """
 
     count: int
@@ -454,7 +454,7 @@ class Search:
         if not self.ranges and not self.grids:
             rule, remedy = "has nothing to search", "add --range KEY=LOW..HIGH or --grid KEY=VALUE,VALUE"
             raise ConfigError("--optuna", self.count, rule, remedy)
-        # Optuna's own default of 10 random points before it learns is more than most sweeps here have.
+        # Optuna's default of 10 random points before it learns is more than most sweeps here have in total.
         first = max(2, min(10, self.count // 3))
         self._study = new_study("TPESampler", direction=self.direction, seed=self.seed, n_startup_trials=first)
 
@@ -462,18 +462,19 @@ class Search:
         return self._space.ends()
 
     def identity(self, metric: str) -> list[object]:
-        """Return the search's identity; another metric leads to other points."""
+        """The identity of the search; another metric leads to other points."""
         ends: list[object] = [list(point) for point in self.to_check()]
         return [*ends, *self.ranges, *self.grids, self.count, self.direction, self.seed, metric]
 
     def params(self) -> dict[str, object]:
-        """Return the parameters for a tracker: the number of points, and their space."""
+        """The parameters for a tracker: the number of points, and their space."""
         return {"search": {"points": self.count, "in": shown_overrides((*self.ranges, *self.grids))}}
 
     def run(self, run_point: RunPoint, store: ArtifactStore, goal_in: GoalIn) -> list[PointResult]:
-        """Return the results of `count` different points; of fewer, where Optuna keeps choosing the same ones.
+        """Run `count` different points; fewer if Optuna keeps choosing the same ones.
 
-        `goal_in` returns the number that decides, as soon as a result has one. A point without it counts as worse than all that have it.
+        `goal_in` returns the goal as soon as a result has its number. A point without the number counts as worse than
+        all points that have it.
         """
         results: dict[Point, PointResult] = {}
         goal: Goal | None = None
@@ -486,7 +487,7 @@ class Search:
                 results[point] = run_points([point], run_point, store)[0]
             goal = goal or goal_in(list(results.values()))
             if goal is not None and not any(goal.of(result) for result in results.values()):
-                check_metric(list(results.values()), goal)  # a search without its number would go on blindly
+                check_metric(list(results.values()), goal)  # without the number, the search would continue blindly
             found = goal.finite(results[point]) if goal is not None else None
             self._report(trial, None if found is None else found.mean)
         return list(results.values())
@@ -495,10 +496,10 @@ class Search:
         from optuna.trial import TrialState
 
         if value is None:
-            self._study.tell(trial, state=TrialState.PRUNED)  # the sampler ignores FAIL, and would come back
+            self._study.tell(trial, state=TrialState.PRUNED)  # the sampler ignores FAIL and would repeat the point
         else:
             self._study.tell(trial, value)
 
 
 Points: TypeAlias = Listed | Search
-"""Source of a sweep's points: all are listed before the first runs, or each is chosen after the one before."""
+"""Source of a sweep's points: all are listed before the first run, or each is chosen after the previous one."""

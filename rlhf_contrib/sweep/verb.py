@@ -1,4 +1,4 @@
-"""Run a profile with several values of its options (`rlhf sweep`): one table, one plot, and which point is the best."""
+"""Run a profile with several values of its options (`rlhf sweep`): a table, a plot, and the best point."""
 
 import argparse
 import itertools
@@ -55,7 +55,7 @@ from rlhf_core.types import ArtifactRef
 # ---------------------------------------------------------------- sweep runs
 
 NOT_PUBLISHED = "publish=none"
-"""An override of every point: a sweep must not move the aliases of the registry."""
+"""An override of every point, because a sweep must not move the aliases of the registry."""
 
 
 def request_at(options: argparse.Namespace, point: Point) -> RunRequest:
@@ -65,7 +65,7 @@ def request_at(options: argparse.Namespace, point: Point) -> RunRequest:
 
 @dataclass
 class Sweep:
-    """A running sweep: the resources that its points share are opened when the first point needs them."""
+    """A running sweep. The resources that its points share are opened when the first point needs them."""
 
     options: argparse.Namespace
     points: Points
@@ -73,15 +73,15 @@ class Sweep:
     tracker: Tracker | None = None
     """The tracker of the sweep itself; None if nothing is computed and no service runs."""
     parent: str = ""
-    """Id of the sweep's run in MLflow; empty while it is away."""
+    """Id of the sweep's run in MLflow; empty while MLflow is unreachable."""
     _shared: ExitStack = field(default_factory=ExitStack)
     _engines: KeptRuntime = field(default_factory=KeptRuntime)
     _server: list[PrivateServer | None] = field(default_factory=list)
-    """The Prefect server of this sweep, once a point has needed one; None if another one is up."""
+    """The Prefect server of this sweep, once a point has needed one; None if another one is already running."""
 
     @property
     def id(self) -> str:
-        """Return the name of this sweep: the same for the same profile and points."""
+        """The name of this sweep: the same for the same profile and points."""
         points = self.points.identity(self.options.metric)
         return sha256_text(canonical_json([self.options.profile, self.options.overrides, points]))[:8]
 
@@ -108,7 +108,7 @@ class Sweep:
         self.parent = self.tracker.start(title, run_id=None, params=params, tags={"sweep": self.id})
 
     def execute(self, store: ArtifactStore, goal_in: GoalIn) -> list[PointResult]:
-        """Run all points and return their results; `goal_in` returns the goal of a search."""
+        """Run all points and return their results; `goal_in` finds the goal of a search."""
         numbers = itertools.count(1)
 
         def run_point(point: Point, tally: Tally) -> Mapping[str, ArtifactRef]:
@@ -140,7 +140,7 @@ class Sweep:
             raise
 
     def _tags(self, point: Point) -> dict[str, str]:
-        """Return the tags by which MLflow finds, and shows together, the runs of a sweep."""
+        """The tags by which MLflow groups the runs of a sweep."""
         values = {f"sweep.{key}": value for key, _, value in (part.partition("=") for part in shown_overrides(point))}
         parent = {"mlflow.parentRunId": self.parent} if self.parent else {}
         return {"sweep": self.id, **values, **parent}
@@ -199,7 +199,7 @@ def sweep_options(parser: argparse.ArgumentParser) -> None:
 
 
 def sweep(options: argparse.Namespace) -> int:
-    """Run every point, print the table and the best point; return 1 if a point has no result."""
+    """Run every point, print the table and the best point. The exit status is 1 if a point has no result."""
     points, home = points_of(options), Home.here().make()
     checked = points.to_check()
     check_swept(options, keys_of(checked))
@@ -224,7 +224,7 @@ def sweep(options: argparse.Namespace) -> int:
         results = work.execute(store, goal_in)
         goal = goal_in(results)
         rows = rows_of(results, goal)
-        print_table(rows, results)  # first: the plot or MLflow may fail
+        print_table(rows, results)  # printed first, because the plot or MLflow may fail
         folder = write(home.root / "sweeps" / work.id, results, goal)
         work.record(rows, results, goal, folder)
     print_line(f"table and plot: {folder}")
@@ -243,12 +243,12 @@ def sweep(options: argparse.Namespace) -> int:
 
 
 def points_of(options: argparse.Namespace) -> Points:
-    """Return the points that the options describe: a search with `--optuna`, else a list."""
+    """The points described by the options: a search with `--optuna`, else a list."""
     return Listed(listed_points(options)) if options.optuna is None else search_of(options)
 
 
 def listed_points(options: argparse.Namespace) -> list[Point]:
-    """Return the points of a grid, or those that `--random` draws."""
+    """The points of a grid, or `--random` draws."""
     if options.random is None and options.sweep_seed is not None:
         rule = "a grid draws nothing"
         raise ConfigError("--sweep-seed", options.sweep_seed, rule, "leave it out, or add --random or --optuna")
@@ -267,7 +267,7 @@ def listed_points(options: argparse.Namespace) -> list[Point]:
 
 
 def search_of(options: argparse.Namespace) -> Search:
-    """Return the search of `--optuna`."""
+    """The search of `--optuna`."""
     if options.random is not None:
         rule = "chooses its points itself"
         raise ConfigError("--optuna", options.optuna, rule, "leave --random out")
@@ -275,7 +275,7 @@ def search_of(options: argparse.Namespace) -> Search:
 
 
 def check_swept(options: argparse.Namespace, keys: Sequence[str]) -> None:
-    """Raise ConfigError for a sweep over nothing, and for options that contradict it."""
+    """Raise ConfigError for a sweep without keys, and for options that contradict it."""
     if options.approve and options.force:
         rule = "would be computed again before and after the question"
         raise ConfigError("--force", ", ".join(options.force), rule, "sweep with --force first, then with --approve")
@@ -291,13 +291,13 @@ def check_swept(options: argparse.Namespace, keys: Sequence[str]) -> None:
 
 
 def policies_at(configs: Sequence[PipelineConfig]) -> list[str]:
-    """Return the policies of all points, in the order of the points with the most."""
+    """The policies of all points, in the order of the points with the most policies."""
     by_count = sorted((config.policies() for config in configs), key=len, reverse=True)
     return list(dict.fromkeys(name for names in by_count for name in names))
 
 
 def check_different(points: Sequence[Point], configs: Sequence[PipelineConfig]) -> None:
-    """Raise ConfigError if two points are the same run: such a sweep would compare a number with itself."""
+    """Raise ConfigError if two points are the same run, because their comparison would be meaningless."""
     first: dict[str, Point] = {}
     for point, config in zip(points, configs, strict=True):
         same = first.setdefault(profile_digest(config), point)
@@ -307,11 +307,11 @@ def check_different(points: Sequence[Point], configs: Sequence[PipelineConfig]) 
             raise ConfigError("--grid", named(point), rule, remedy)
 
 
-# ---------------------------------------------------------------- what is shown and kept
+# ---------------------------------------------------------------- output
 
 
 def rows_of(results: Sequence[PointResult], goal: Goal | None) -> list[list[str]]:
-    """Return the table, its headings first: changes, cost and results of each point."""
+    """The table with its headings first: changes, cost and results of each point."""
     columns = _columns(results, goal)
     rows = [["point", "hits", "computed", *columns, "seconds", "state"]]
     for result in results:
@@ -324,7 +324,7 @@ def rows_of(results: Sequence[PointResult], goal: Goal | None) -> list[list[str]
 
 
 def _columns(results: Sequence[PointResult], goal: Goal | None) -> dict[str, tuple[str, str]]:
-    """Return heading -> stage and metric: the number that decides, and the others of the same policy."""
+    """Heading -> stage and metric: the number of the goal, and the others of the same policy."""
     if goal is None:
         return {}
     policy, slash, _ = goal.name.rpartition("/")
@@ -337,7 +337,7 @@ def _columns(results: Sequence[PointResult], goal: Goal | None) -> dict[str, tup
 def print_table(rows: Sequence[Sequence[str]], results: Sequence[PointResult]) -> None:
     """Print the table, and how often each stage was computed."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:  # plain lines: a table of rich would leave out what a narrow terminal has no room for
+    for row in rows:  # plain lines, because a table of rich drops columns on a narrow terminal
         print_line("  ".join(map(str.ljust, row, widths)).rstrip())
     computed = Counter(label for result in results for label in result.computed)
     hits = sum(len(result.hits) for result in results)
@@ -349,7 +349,7 @@ def print_table(rows: Sequence[Sequence[str]], results: Sequence[PointResult]) -
 
 
 def print_best(results: Sequence[PointResult], best: PointResult, goal: Goal) -> None:
-    """Print the best point and those whose intervals overlap with it."""
+    """Print the best point, and the points whose intervals overlap with its interval."""
     word = "highest" if goal.direction == "max" else "lowest"
     print_line(f"best: {named(best.point)} ({word} {goal}: {goal.of(best)})")
     same = ties(results, best, goal)
@@ -363,14 +363,14 @@ def print_best(results: Sequence[PointResult], best: PointResult, goal: Goal) ->
 
 
 def write(folder: Path, results: Sequence[PointResult], goal: Goal | None) -> Path:
-    """Write sweep.json, and sweep.png if a number was compared; return the folder."""
+    """Write sweep.json, and sweep.png if a number was compared; returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     plain = {
         "metric": str(goal or ""),
         "direction": goal.direction if goal else "",
         "points": [asdict(result) | {"point": shown_overrides(result.point)} for result in results],
     }
-    (folder / "sweep.png").unlink(missing_ok=True)  # of an earlier run of the same sweep
+    (folder / "sweep.png").unlink(missing_ok=True)  # left by an earlier run of the same sweep
     (folder / "sweep.json").write_text(json.dumps(plain, indent=2), encoding="utf-8")
     if goal is not None and any(goal.finite(result) for result in results):
         (folder / "sweep.png").write_bytes(plot(results, goal))
@@ -378,7 +378,7 @@ def write(folder: Path, results: Sequence[PointResult], goal: Goal | None) -> Pa
 
 
 def plot(results: Sequence[PointResult], goal: Goal) -> bytes:
-    """Draw the number that decides over the first swept key, one line per value of the others."""
+    """Draw the number of the goal over the first swept key, with one line per value of the other keys."""
     from rlhf_core.evaluation.plots import SweptPoint, swept  # matplotlib, 1 s
 
     option = keys_of([result.point for result in results])[0]
@@ -392,13 +392,13 @@ def plot(results: Sequence[PointResult], goal: Goal) -> bytes:
     return swept(series, option=option, y_label=str(goal))
 
 
-# ---------------------------------------------------------------- what becomes of the best
+# ---------------------------------------------------------------- the best point
 
 
 def go_on(
     options: argparse.Namespace, best: PointResult, goal: Goal, results: Sequence[PointResult], store: ArtifactStore
 ) -> None:
-    """Run the whole profile at the best point once a person has approved it, or print the command that does.
+    """Run the whole profile at the best point once a person has approved it, or print the command for it.
 
     Raises StageWaiting until a person has decided, RunBlocked if they have rejected it.
     """
@@ -411,7 +411,7 @@ def go_on(
         words += [f"--{name}" for name in ("strict-code", "strict-env") if getattr(options, name.replace("-", "_"))]
         print_line(f"a sweep publishes nothing; to publish the best: {shlex.join(words)}")
         return
-    # The digest of the profile as its file is: that is what `rlhf approve PROFILE sweep` looks for.
+    # The digest of the unchanged profile file, because `rlhf approve PROFILE sweep` looks for that one.
     asked_by = profile_digest(load_profile(options.profile))
     check_approved(config.name, best, goal, results, store, profile=asked_by)
     whole = vars(options) | {"overrides": chosen, "force": (), "until": ""}

@@ -1,1 +1,1 @@
-"""Sample with `vllm serve` processes of others: `[runtime.sampler] type = "vllm_server"`."""
+"""Sample with external `vllm serve` processes: `[runtime.sampler] type = "vllm_server"`."""

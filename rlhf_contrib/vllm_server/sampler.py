@@ -1,19 +1,19 @@
-"""Sample with `vllm serve` processes that somebody else started, perhaps on other machines.
+"""Sample with `vllm serve` processes that were started by someone else, perhaps on other machines.
 
     VLLM_SERVER_DEV_MODE=1 vllm serve <policy> --enable-scale-out --logprobs-mode processed_logprobs --dtype float32
         --max-model-len 256 --worker-extension-cls rlhf_core.sampling.vllm_worker.WeightReload
 
-`--dtype` and `--max-model-len` are those of `runtime.sampler`; `fp32_lm_head` is `--hf-overrides '{"head_dtype":
+`--dtype` and `--max-model-len` must match `runtime.sampler`; `fp32_lm_head` is `--hf-overrides '{"head_dtype":
 "float32"}'`. The CPU build starts only with `python -m
 vllm.entrypoints.openai.api_server --model <policy>` and the same options. This package must be installed there too: its
-worker extension loads weights and checks what arrived. Weights travel through a folder that the servers and this process
-see under one path. In this mode anyone who reaches a server can load weights into it, whatever its `--api-key`: keep it
+worker extension loads and verifies weights. Weights travel through a folder that the servers and this process
+see under one path. In this mode anyone who reaches a server can load weights into it, even with an `--api-key`: keep it
 in a private network, or start it with `--middleware rlhf_core.sampling.vllm_front.PolicyDoor` and a VLLM_API_KEY.
 
 Completions come from `/inference/v1/generate` (tokens in, tokens out), which reports for each token the version of the
-weights that sampled it: a server that was restarted, or loaded by another run, is never taken for current. Requests are
-spread over the servers, and sent elsewhere if one fails. The same seeds give the same answers up to
-rounding: the servers decide which requests share a batch.
+weights that sampled it: a server that was restarted, or loaded by another run, never counts as current. Requests are
+distributed over the servers, and sent to another one if one fails. The same seeds give the same answers up to
+rounding: requests may be batched differently.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class VllmServerSampler:
     """A `Sampler` over several servers of one policy. Close it: it has a thread, connections and a folder.
 
     A server that cannot be reached is left out with a warning until the next weights. If none is left, SamplerLostError
-    is raised. A server with other weights than those that were sent is an error at once.
+    is raised. A server with other weights than the ones sent raises an error at once.
 
     >>> VllmServerSampler(Path("policy"), config).generate(requests, SamplingConfig())   # doctest: +SKIP
     """
@@ -109,7 +109,7 @@ class VllmServerSampler:
                 self._completion(request, future, sampling) for request, future in zip(requests, asked, strict=True)
             ]
         finally:
-            self._cancel(asked)  # cancels those that still wait if another one failed
+            self._cancel(asked)  # cancels requests that still wait if another one failed
 
     def advance(
         self, new: Sequence[tuple[int, SamplingRequest]], sampling: SamplingConfig
@@ -128,7 +128,7 @@ class VllmServerSampler:
             raise
 
     def load_weights(self, weights: Weights, *, version: int) -> None:
-        """Write `weights` (payload: name -> CPU tensor) to the folder and let every server load and check them."""
+        """Write `weights` (payload: name -> CPU tensor) to the folder; every server loads and verifies them."""
         sent = tensors_of(weights)
         folder = self._next_folder()
         folder.mkdir(parents=True)
@@ -140,7 +140,7 @@ class VllmServerSampler:
     # ------------------------------------------------------------ warm servers
 
     def accepts(self, policy: Path) -> bool:
-        """Return whether the servers can load the weights of `policy`: it has the same architecture."""
+        """Whether the servers can load the weights of `policy`: it must have the same architecture."""
         return architecture(policy) == self._architecture
 
     def load_policy(self, policy: Path) -> None:
@@ -154,11 +154,11 @@ class VllmServerSampler:
         self.version = 0
 
     def versions(self) -> dict[str, str]:
-        """Return the versions of vLLM that the servers report."""
+        """The vLLM versions that the servers report."""
         return {"vllm": self.served_version}
 
     def close(self) -> None:
-        """Drop the requests in progress and remove the folder. The servers keep their weights."""
+        """Drop pending requests and remove the folder. The servers keep their weights."""
         self._abandon()
         self._run(self._client.aclose())
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -185,7 +185,7 @@ class VllmServerSampler:
                 shutil.rmtree(old)
 
     def _of_all(self, verb: str, call: Callable[[Server], Awaitable[T]]) -> list[T]:
-        """Await `call` of every server within the deadline; return the results of those that can be reached."""
+        """Call every server within the deadline; the results are from servers that can be reached."""
         return self._run(self._all(verb, call))
 
     async def _all(self, verb: str, call: Callable[[Server], Awaitable[T]]) -> list[T]:
@@ -243,7 +243,7 @@ class VllmServerSampler:
         raise SamplerLostError(f"request (seed {request.seed})", "unanswered", _reasons(failed), remedy)
 
     def _next_server(self, asked: set[str]) -> Server | None:
-        """Return the server with the fewest requests, preferring those that have not failed; None if all are stale."""
+        """The server with the fewest requests, preferring servers without failures; None if all are stale."""
         usable = [server for server in self._servers if not server.stale]
         return min(usable, key=lambda one: (one.url in asked, one.failures > 0, one.in_flight), default=None)
 
@@ -254,7 +254,7 @@ class VllmServerSampler:
         )
 
     def _abandon(self) -> None:
-        """Drop the requests of `advance` that were not collected; a server stops requests whose client is gone."""
+        """Drop the requests of `advance` that were not collected; a server stops requests whose client disconnects."""
         self._cancel(self._sampled)
         self._sampled.clear()
 
@@ -289,7 +289,7 @@ def _reasons(failures: Sequence[ServerFailed]) -> str:
 
 
 class ServerFailed(Exception):
-    """Raised if a server did not fulfil a request. `refused`: no retry and no other server would."""
+    """A server did not fulfill a request. `refused`: neither a retry nor another server would help."""
 
     def __init__(self, url: str, reason: str, *, status: int = 0) -> None:
         super().__init__(without_secrets(f"{url} {reason}"))
@@ -309,10 +309,10 @@ class Server:
     in_flight: int = 0
     failures: int = 0
     stale: bool = False
-    """Whether the server missed the current weights. It must load weights before it gets requests again."""
+    """Whether the server missed the current weights. It must load weights before it receives requests again."""
 
     async def check(self, config: VllmServerSamplerConfig) -> str:
-        """Return the server's vLLM version. Raises ConfigError if it was not started as `config` requires."""
+        """Check that the server was started as `config` requires, or raise ConfigError; returns its vLLM version."""
         try:
             answer = await self._call_workers("settings", timeout_s=PROBE_TIMEOUT_S)
         except ServerFailed as failure:
@@ -343,7 +343,7 @@ class Server:
             raise ConfigError(KEY, self.url, rule, f"start it with {options}")
 
     async def _check_route(self) -> None:
-        """Check that the route exists: it refuses an empty request with another status than a missing route."""
+        """Check that the route exists: its status for an empty request differs from the status of a missing route."""
         try:
             await self.ask("POST", "/inference/v1/generate", body={}, timeout_s=PROBE_TIMEOUT_S)
         except ServerFailed as failure:
@@ -354,9 +354,9 @@ class Server:
                 raise
 
     async def load(self, folder: str, digest: str, label: str) -> None:
-        """Load the safetensors of `folder`; the server then answers under the version `label`.
+        """Load the safetensors of `folder`; the server then responds under the version `label`.
 
-        Raises SamplingError if the weights do not have `digest`. After any failure the server keeps a version that
+        Raises SamplingError if the weights do not have `digest`. After any failure, the server keeps a version that
         matches no run.
         """
         await self._post("/pause", params={"mode": "wait"})
@@ -386,7 +386,7 @@ class Server:
         await self.ask("POST", "/resume", timeout_s=PROBE_TIMEOUT_S)  # also after the deadline of the load
 
     async def generate(self, body: Mapping[str, Any], label: str, *, timeout_s: float) -> tuple[list[int], list[float]]:
-        """Return the tokens that the weights `label` sampled, and their log-probabilities."""
+        """Sample tokens from the weights `label`; returns the tokens and their log-probabilities."""
         answer = await self.ask("POST", "/inference/v1/generate", body=body, timeout_s=timeout_s)
         try:
             choice = answer["choices"][0]
@@ -413,7 +413,7 @@ class Server:
         body: Mapping[str, Any] | None = None,
         params: Mapping[str, str] | None = None,
     ) -> Any:
-        """Return the server's JSON response. Raises ServerFailed if it does not come within the deadline."""
+        """Send a request and parse the JSON response. Raises ServerFailed if it does not arrive within the deadline."""
         try:
             async with asyncio.timeout(timeout_s):
                 response = await self.client.request(method, f"{self.url}{route}", json=body, params=params)
@@ -438,7 +438,7 @@ class Server:
         return await self.ask("POST", route, body=body, params=params, timeout_s=None)
 
     async def _call_workers(self, method: str, *arguments: str, timeout_s: float | None = None) -> list[Any]:
-        """Call a method of `vllm_worker.WeightReload` on each worker process; return the results."""
+        """Call a method of `vllm_worker.WeightReload` on each worker process; returns the results."""
         body = {"method": method, "args": list(arguments)}
         results: list[Any] = (await self.ask("POST", "/collective_rpc", body=body, timeout_s=timeout_s))["results"]
         return results
@@ -447,7 +447,7 @@ class Server:
 def generate_body(
     request: SamplingRequest, sampling: SamplingConfig, *, stops: tuple[int, ...], salt: str
 ) -> dict[str, Any]:
-    """Return the request body for one completion; `salt` separates the cached prefixes of different weights."""
+    """The request body of one completion; `salt` separates the cached prefixes of different weights."""
     greedy = sampling.temperature == 0
     return {
         "token_ids": list(request.prompt_ids),
@@ -467,6 +467,6 @@ def generate_body(
 
 
 def open_http_client(headers: Mapping[str, str], *, connections: int) -> httpx.AsyncClient:
-    """Return a client without a read time-out (each call has its own deadline); connecting has one."""
+    """Open an HTTP client with a connect timeout but no read timeout, because each call has its own deadline."""
     limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
     return httpx.AsyncClient(headers=headers, timeout=httpx.Timeout(None, connect=CONNECT_S), limits=limits)

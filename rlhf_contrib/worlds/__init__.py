@@ -1,1 +1,1 @@
-"""Synthetic worlds whose true reward is a program, so that every stage can be judged exactly."""
+"""Synthetic worlds whose true reward is computed by a program, so that every stage can be judged exactly."""

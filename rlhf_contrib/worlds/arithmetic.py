@@ -3,9 +3,9 @@
     What is 7 + 5?
     7 + 5 = 12
 
-The demonstrations' writer is careless: a part of the answers has a slip, so a policy that imitates samples wrong answers
-about as often, and reinforcement learning on the exact reward has something to gain. Prompts carry the right answer
-as their label in training as well, since checking is all that the reward does.
+The writer of demonstrations is careless: some answers contain a slip, so a policy that imitates them is wrong about
+as often, and reinforcement learning on the exact reward can improve it. Training prompts also carry the correct answer
+as their label, because the reward only compares with it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rlhf_core.types import Generation, Message, Prompt, derive_seed
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Two numbers and an operation, asked for in some words.
+    """Two numbers and an operation, with the wording of the question.
 
     >>> Problem(7, "+", 5, "What is {}?").answer
     12
@@ -38,7 +38,7 @@ class Problem:
 
     @property
     def answer(self) -> int:
-        """The right result."""
+        """The correct result."""
         return self.left + self.right if self.sign == "+" else self.left - self.right
 
     @property
@@ -52,7 +52,7 @@ class Problem:
 
 
 def exact_match(generations: Sequence[Generation]) -> list[float]:
-    """Return 1.0 where the reply ends in `= <label>`, else 0.0; RewardError where the prompt has no label."""
+    """Score 1.0 if the reply ends in `= <label>`, else 0.0; RewardError if the prompt has no label."""
     rewards = []
     for row in generations:
         if not row.prompt.label:
@@ -65,9 +65,9 @@ def exact_match(generations: Sequence[Generation]) -> list[float]:
 
 
 def make_tables(config: ArithmeticWorld, *, seed: int) -> tuple[Tables, dict[str, float]]:
-    """Return all tables and the share of right demonstrations; evaluation questions occur in no training table.
+    """Build all tables, and the fraction of correct demonstrations; no training table has an evaluation question.
 
-    Judged steps come from a random stream of their own: asking for them changes no other row.
+    Judged steps come from a separate random stream, so that requesting them changes no other row.
     """
     tables, facts = worked_tables(config, seed=seed) if config.worked else _plain_tables(config, seed=seed)
     if config.steps:
@@ -97,7 +97,7 @@ def _plain_tables(config: ArithmeticWorld, *, seed: int) -> tuple[Tables, dict[s
 
 
 def slip(problem: Problem, rng: random.Random) -> int:
-    """Return a wrong result of the kind that people write: one or ten off, or the other operation."""
+    """Draw a wrong result as people make them: off by one or ten, or the result of the other operation."""
     other = problem.left - problem.right if problem.sign == "+" else problem.left + problem.right
     near = [problem.answer + step for step in (-10, -1, 1, 10)]
     return rng.choice([result for result in (*near, other) if result >= 0 and result != problem.answer])
@@ -114,7 +114,7 @@ def _problems(largest: int) -> list[Problem]:
 
 
 def _draw(problems: Sequence[Problem], count: int, rng: random.Random) -> list[Problem]:
-    """Return `count` problems: every one equally often, up to one."""
+    """Draw `count` problems; all occur equally often, up to a difference of one."""
     drawn: list[Problem] = []
     while len(drawn) < count:
         drawn += rng.sample(problems, k=min(len(problems), count - len(drawn)))
@@ -122,7 +122,7 @@ def _draw(problems: Sequence[Problem], count: int, rng: random.Random) -> list[P
 
 
 def _distinct(problems: Sequence[Problem], count: int, rng: random.Random) -> list[Problem]:
-    # A prompt's id is its content, so no table of prompts holds one twice: a small world gives fewer.
+    # A prompt's id is its content, so tables have no duplicate prompts; small worlds yield fewer rows.
     return rng.sample(problems, k=min(count, len(problems)))
 
 

@@ -1,6 +1,6 @@
-"""How questions of the arithmetic worlds are asked, and how many of them are kept for evaluation."""
+"""Wordings of questions in the arithmetic worlds, and the fraction that is held out for evaluation."""
 
 SOURCE = "arithmetic"
 WORDINGS = ("What is {}?", "Compute {}.", "How much is {}?", "Please solve {}.")
 HELD_OUT = 6
-"""One question (a problem in one wording) in so many is for evaluation only; its problem may occur in other words."""
+"""One in this many questions (a problem in one wording) is held out; its problem may occur in other wordings."""

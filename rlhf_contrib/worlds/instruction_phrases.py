@@ -71,7 +71,7 @@ Why do we laugh? | laugh funny happ joke humor | We laugh because something is f
 What is salt used for? | salt food cook flavor season | Salt gives food a better flavor. | Salt is used to season food when we cook, to keep meat fresh and to melt ice."""
 _ROWS = [line.split(" | ") for line in _TABLE.splitlines()]
 TOPICS: tuple[tuple[str, str], ...] = tuple((question, words) for question, words, *_ in _ROWS)
-"""Question -> words, or their beginnings, of which an answer about it uses one."""
+"""Question -> words, or prefixes of words, one of which an answer to it uses."""
 ANSWERS: dict[str, Sequence[str]] = {question: answers for question, _, *answers in _ROWS}
 """Question -> a short answer of six to eight words, and a longer one."""
 
@@ -130,7 +130,7 @@ EXCLUDES: dict[str, frozenset[str]] = {
     "quoted": frozenset({"exclamation", "question", "sentences"}),
     "exclamation": frozenset({"question"}),
 }
-"""Kind -> kinds that one answer cannot follow with it; a pair is listed once."""
+"""Kind -> kinds that one answer cannot follow at the same time; a pair is listed once."""
 
 NEW_PAIRS = (
     ("lowercase", "exclamation"),
@@ -140,4 +140,4 @@ NEW_PAIRS = (
     ("lowercase", "keyword"),
     ("first_word", "last_word"),
 )
-"""Pairs of kinds that no training prompt has together."""
+"""Pairs of kinds that never occur together in a training prompt."""

@@ -10,13 +10,13 @@ from typing import Any
 
 from rlhf_contrib.worlds.instruction_phrases import ANSWERS
 
-ATTEMPTS = 40  # how often the writer tries; some answers are too long for some limits
+ATTEMPTS = 40  # tries of the writer; some answers are too long for some limits
 
 
 def write_answer(
     question: str, instructions: Sequence[Mapping[str, Any]], rng: random.Random, *, min_words: int = 6
 ) -> str | None:
-    """Return an answer to a question that follows all instructions; None if no attempt does.
+    """Write an answer to a question that follows all instructions; None if no attempt does.
 
     It has `min_words` words, or as many as the instructions allow.
 
@@ -33,7 +33,7 @@ def write_answer(
 
 
 def _attempt(text: str, asked: Mapping[str, Mapping[str, Any]], rng: random.Random) -> str:
-    """Return `text`, changed for every instruction but the limit of words."""
+    """Change `text` to follow every instruction except the word limit."""
     if "keyword" in asked:
         text = f"{text} {rng.choice(WITH_KEYWORD[asked['keyword']['word']])}"
     if "first_word" in asked:
@@ -59,7 +59,7 @@ WITH_KEYWORD: Mapping[str, tuple[str, ...]] = {
     "often": ("We see it often.", "That happens often."),
     "many": ("There are many.", "It matters to many."),
 }
-"""Keyword -> sentences that have it."""
+"""Keyword -> sentences that contain it."""
 
 BEFORE_CLOSER: Mapping[str, tuple[str, ...]] = {
     "today": ("today", "and it is so today"),
@@ -69,4 +69,4 @@ BEFORE_CLOSER: Mapping[str, tuple[str, ...]] = {
     "truly": ("truly", "yes, truly"),
     "done": ("and we are done", "and it is done"),
 }
-"""Closing word -> ends of a sentence with it."""
+"""Closing word -> sentence endings with it."""

@@ -2,9 +2,9 @@
 
     Tell me about cats. Use at most 12 words. Avoid commas.
 
-Held-out prompts are of three kinds, named in their source: topics that no training prompt asks about, pairs and
+Held-out prompts are of three kinds, named in their source: topics that occur in no training prompt, pairs and
 triples of instructions that no training prompt combines, and kinds of instructions that no training prompt has. All of
-them are about held-out topics. A prompt's label holds the instructions and the topic of its answer
+them are about held-out topics. A prompt's label contains the instructions and the topic of its answer
 (`rlhf_core.rewards.library.instructions`).
 """
 
@@ -46,7 +46,7 @@ _OPTIONS: dict[str, Callable[[random.Random], dict[str, Any]]] = {
 
 
 def make_tables(config: InstructionsWorld, *, seed: int) -> tuple[Tables, dict[str, float]]:
-    """Return the prompts for sampling and the held-out ones, all different."""
+    """Build the prompts for sampling and the held-out prompts, all different."""
     rng = random.Random(derive_seed(seed, "kinds"))
     seen = [kind for kind in PHRASES if kind not in NEW_KINDS and (not config.kinds or kind in config.kinds)]
     trained: list[Kinds] = [(kind,) for kind in seen for _ in range(config.singles)]
@@ -85,13 +85,13 @@ def make_tables(config: InstructionsWorld, *, seed: int) -> tuple[Tables, dict[s
 
 
 def _too_few(name: str, asked: int, rule: str, *remedies: str) -> ConfigError:
-    """Return the error for a table that cannot have as many rows as asked for."""
+    """The error for a table that cannot have as many rows as requested."""
     remedy = " or ".join(["ask for fewer", *remedies])
     return ConfigError(explain(f"prepare_data.data.{name}", asked, rule, remedy))
 
 
 def _write(kinds: Sequence[Kinds], count: int, min_words: int, rng: random.Random) -> list[Demonstration]:
-    """Return answers to `count` different training prompts; fewer if there are no more."""
+    """Write answers to `count` different training prompts; fewer if the world has no more."""
     written: list[Demonstration] = []
     # some limits leave no room for an answer
     for question, prompt in _draw(TOPICS, kinds, "seen", 2 * count, min_words, rng):
@@ -102,7 +102,7 @@ def _write(kinds: Sequence[Kinds], count: int, min_words: int, rng: random.Rando
 
 
 def allowed(kinds: Kinds) -> bool:
-    """Return whether one answer can follow instructions of all these kinds.
+    """Whether one answer can follow instructions of all these kinds.
 
     >>> allowed(("json", "no_commas")), allowed(("lowercase", "json"))
     (True, False)
@@ -113,7 +113,7 @@ def allowed(kinds: Kinds) -> bool:
 
 
 def _is_new(kinds: Kinds) -> bool:
-    """Return whether a pair of these kinds, in the order of `PHRASES`, is for held-out prompts only."""
+    """Whether a pair of these kinds, in the order of `PHRASES`, is only for held-out prompts."""
     return bool(_NEW_PAIRS & set(combinations(kinds, 2)))
 
 
@@ -121,7 +121,7 @@ _NEW_PAIRS: set[Kinds] = {tuple(sorted(pair, key=list(PHRASES).index)) for pair 
 
 
 class Asked(NamedTuple):
-    """A prompt, and the question that it asks without its instructions."""
+    """A prompt, and its question without the instructions."""
 
     question: str
     prompt: Prompt
@@ -135,10 +135,10 @@ def _draw(
     min_words: int,
     rng: random.Random,
 ) -> list[Asked]:
-    """Return `count` different prompts, every combination of kinds about equally often; fewer if there are no more."""
+    """Draw `count` different prompts with about equally many of every combination of kinds; fewer if none are left."""
     found: dict[str, Asked] = {}
     queue: list[Kinds] = []
-    for _ in range(20 * count):  # a prompt that was drawn before is drawn again
+    for _ in range(20 * count):  # the limit allows for prompts that are drawn twice
         if len(found) == count:
             break
         queue = queue or rng.sample(list(kinds), k=len(kinds))

@@ -19,7 +19,7 @@ GOLD = {"support": support.gold_reward, "arithmetic": arithmetic.exact_match}
 def make_world(
     world: SupportWorld | ArithmeticWorld | InstructionsWorld, *, seed: int
 ) -> tuple[Tables, dict[str, float]]:
-    """Return the tables of one world and facts about them."""
+    """Build the tables of one world and facts about them."""
     match world:
         case SupportWorld():
             return support.make_tables(world, seed=seed)
@@ -30,7 +30,7 @@ def make_world(
 
 
 def make_tables(config: MixedWorlds, *, seed: int) -> tuple[Tables, dict[str, float]]:
-    """Return the rows of all worlds, shuffled, and facts about them."""
+    """Build the rows of all worlds, shuffled, and facts about them."""
     made = [make_world(world, seed=seed) for world in config.worlds]
     joined: dict[str, Any] = dict.fromkeys(made[0][0].named(), ())
     for tables, _ in made:
@@ -41,7 +41,7 @@ def make_tables(config: MixedWorlds, *, seed: int) -> tuple[Tables, dict[str, fl
 
 
 def gold_reward(generations: Sequence[Generation]) -> list[float]:
-    """Return the gold reward of each generation, by the world of its prompt; KeyError for a world without one."""
+    """Score each generation by the world of its prompt; KeyError for a world without a gold reward."""
     rewards = [0.0] * len(generations)
     for source in {one.prompt.source for one in generations}:
         places = [at for at, one in enumerate(generations) if one.prompt.source == source]

@@ -3,9 +3,9 @@
     Maria writes: my blue kettle arrived broken. Reply to her.
     Hello Maria, I am sorry to hear that. I checked your blue kettle. We will send a replacement. Thank you for writing.
 
-Writers of mixed quality make the demonstrations and the pairs; an annotator with Bradley-Terry noise labels the pairs.
-The gold reward reads only text and facts, and only evaluation prompts carry facts (as their label): nothing that is
-trained on knows it. A sentence earns or costs only if it is, word for word, one that the desk knows with its slots
+Writers of mixed quality write the demonstrations and pairs; an annotator with Bradley-Terry noise labels the pairs.
+The gold reward reads only text and facts, and only evaluation prompts carry facts (as their label): no stage can
+train on it. A sentence counts only if it matches, word for word, a known sentence of the desk with its slots
 filled, so strings of good words earn nothing.
 """
 
@@ -62,7 +62,7 @@ BEST = GREETED + APOLOGISED + NAMED_ITEM + RIGHT_REMEDY + CLOSED_WITH_THANKS
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a customer wrote about.
+    """The facts of a customer's message.
 
     >>> Facts("Maria", "blue kettle", "broken").label
     '{"item": "blue kettle", "name": "Maria", "problem": "broken"}'
@@ -79,12 +79,12 @@ class Facts:
 
 
 def gold_reward(generations: Sequence[Generation]) -> list[float]:
-    """Return the gold reward of each generation, in [-5, 5]; RewardError where the prompt's label has no facts."""
+    """Score each generation in [-5, 5]; RewardError if the prompt's label has no facts."""
     return [sum_of(gold_components(row.completion.text, facts_of(row.prompt))) for row in generations]
 
 
 def facts_of(prompt: Prompt) -> Facts:
-    """Return the facts that an evaluation prompt carries; RewardError for a prompt that has none."""
+    """Parse the facts of an evaluation prompt; RewardError for a prompt without facts."""
     try:
         return Facts(**json.loads(prompt.label))
     except (ValueError, TypeError) as error:
@@ -96,12 +96,12 @@ def facts_of(prompt: Prompt) -> Facts:
 
 
 def sum_of(components: dict[str, float]) -> float:
-    """Return the gold reward from its components: their sum, not below `FLOOR`."""
+    """Sum the components of the gold reward, with lower bound `FLOOR`."""
     return max(FLOOR, sum(components.values()))
 
 
 def gold_components(text: str, facts: Facts) -> dict[str, float]:
-    """Return what each property of the reply `text` earns or costs; absent properties are absent.
+    """The value of each property of the reply `text`, positive or negative; absent properties are left out.
 
     >>> gold_components("Hello Maria, We will send a replacement.", Facts("Maria", "blue kettle", "broken"))
     {'greeted': 1.0, 'right_remedy': 1.5}
@@ -113,7 +113,7 @@ def gold_components(text: str, facts: Facts) -> dict[str, float]:
     for place, sentence in enumerate(sentences):
         name, value = _judge(sentence, facts, first=place == 0, last=place == len(sentences) - 1)
         if value > 0:
-            found[name] = value  # a virtue counts once
+            found[name] = value  # each virtue counts once
         elif value < 0:
             found[name] = found.get(name, 0.0) + value
     repeats = len(sentences) - len(set(sentences))
@@ -126,9 +126,9 @@ def gold_components(text: str, facts: Facts) -> dict[str, float]:
 
 
 def make_tables(config: SupportWorld, *, seed: int) -> tuple[Tables, dict[str, float]]:
-    """Return all tables and facts about them: mean gold reward of the demonstrations and the annotator's agreement.
+    """Build all tables and facts: the mean gold reward of the demonstrations and the annotator's agreement.
 
-    Evaluation prompts pair a name with a thing that no training prompt pairs it with.
+    Each evaluation prompt has a combination of name and item that no training prompt has.
     """
     train, held_out = _cases(seed)
     demonstrations = _demonstrations(train, config.demonstrations, config, random.Random(derive_seed(seed, "demos")))
@@ -154,10 +154,10 @@ def make_tables(config: SupportWorld, *, seed: int) -> tuple[Tables, dict[str, f
 
 
 def write_reply(facts: Facts, config: SupportWorld, rng: random.Random) -> str:
-    """Return a reply of mixed quality: each virtue with `good_probability`, each vice with `bad_probability`.
+    """Write a reply of mixed quality: each virtue with `good_probability`, each vice with `bad_probability`.
 
-    Wrong facts are slips, with `slip_probability`. Some of those who repeat themselves do not stop for a while: a reward
-    model that has never seen that would let a policy ramble.
+    Wrong facts are slips, with `slip_probability`. Some of the writers who repeat themselves continue to do so for a
+    while: a reward model that has never seen rambling would let a policy ramble.
     """
 
     def good() -> bool:
@@ -222,7 +222,7 @@ _REMEDY_OF = {sentence: problem for problem, sentences in REMEDIES.items() for s
 
 
 def _judge(sentence: str, facts: Facts, *, first: bool, last: bool) -> tuple[str, float]:
-    """Return (property, value) of one sentence; greeting counts where it is first, thanks where they are last."""
+    """Judge one sentence as (property, value); greetings count only in the first sentence, thanks only in the last."""
     if sentence in APOLOGIES:
         return "apologised", APOLOGISED
     if sentence in THANKS:
@@ -254,7 +254,7 @@ def _slot(pattern: re.Pattern[str], sentence: str) -> str | None:
 
 
 def _cases(seed: int) -> tuple[Iterator[tuple[Facts, str]], Iterator[tuple[Facts, str]]]:
-    """Return endless iterators over training and held-out (facts, prompt text); one in eight name-thing pairs is held out."""
+    """Endless iterators over training and held-out (facts, prompt text); one in eight name-item pairs is held out."""
     rng = random.Random(derive_seed(seed, "cases"))
     pairs = [(name, thing) for name in WOMEN + MEN for thing in THINGS]
     rng.shuffle(pairs)
@@ -294,7 +294,7 @@ def _demonstrations(
 def _preferences(
     cases: Iterator[tuple[Facts, str]], count: int, config: SupportWorld, rng: random.Random
 ) -> tuple[list[Preference], float]:
-    """Return pairs labelled with Bradley-Terry noise, and the share of them that agrees with the gold reward."""
+    """Write pairs labeled with Bradley-Terry noise; also returns the fraction that agree with the gold reward."""
     rows, agreed = [], 0
     for _ in range(count):
         facts, text = next(cases)
@@ -311,7 +311,7 @@ def _clean_pair(facts: Facts, text: str, config: SupportWorld, rng: random.Rando
 
 
 def _ranked(facts: Facts, config: SupportWorld, rng: random.Random) -> tuple[str, str, float]:
-    """Return (better reply, worse reply, difference of gold); pairs below the minimum gap are written anew."""
+    """Write (better reply, worse reply, gold difference); pairs below the minimum gap are rewritten."""
     while True:
         scored = [
             (sum_of(gold_components(reply, facts)), reply) for reply in (write_reply(facts, config, rng) for _ in "ab")

@@ -1,4 +1,4 @@
-"""The sentences of the support world: all that customers and the desk can say, by what they do."""
+"""The sentences of the support world: everything that customers and the desk can say, by purpose."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""People who read the customer's message and the reply, in the support world: simulated annotators.
+"""Simulated annotators of the support world, who read the customer's message and the reply.
 
-Training prompts carry no facts, so that nothing can be trained on the gold reward. A reader takes them from the message,
-as a person does.
+Training prompts carry no facts, so that no stage can train on the gold reward. A reader takes the facts from the
+message, as a person would.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _MESSAGE = re.compile(
 
 
 def reader_reward(generations: Sequence[Generation]) -> list[float]:
-    """Return the gold reward of each reply, by the facts in the customer's message; RewardError for another message."""
+    """Score each reply by the facts in the customer's message; RewardError for any other message."""
     return [
         sum_of(gold_components(row.completion.text, read_facts(row.prompt.messages[-1].content))) for row in generations
     ]
 
 
 def read_facts(message: str) -> Facts:
-    """Return the facts in a customer's message; RewardError if it is not a message of this world.
+    """Parse the facts in a customer's message; RewardError if it is not a message of this world.
 
     >>> from rlhf_contrib.worlds.support_phrases import PROBLEMS
     >>> wording = PROBLEMS["broken"][0]

@@ -1,11 +1,11 @@
-"""Sums of three or four numbers, worked out one step a line, with a wrong step now and then.
+"""Sums of three or four numbers, worked out one step per line, with occasional wrong steps.
 
     What is 7 + 5 + 2?
     7 + 5 = 12
     12 + 2 = 14
 
-A writer who slips goes on from the wrong result. So every later line may be right in itself, and yet the answer is not:
-its label is 0 from the first error on (arXiv 2305.20050 section 2.4), and a judge of steps must look back.
+A writer who slips continues from the wrong result. Every later line may be correct by itself, but the answer is wrong:
+labels are 0 from the first error on (arXiv 2305.20050 section 2.4), and a judge of steps must look back.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from rlhf_core.config.data import ArithmeticWorld
 from rlhf_core.data.tables import Demonstration, Preference, SteppedAnswer, Tables, content_id
 from rlhf_core.types import Message, Prompt, derive_seed
 
-SIZES = (3, 4)  # how many numbers a sum has
-TRIES = 200  # draws per question wanted, at most: small numbers make few different questions
+SIZES = (3, 4)  # numbers in a sum
+TRIES = 200  # maximum draws per requested question: small numbers make few different questions
 
 
 @dataclass(frozen=True, slots=True)
 class WorkedSum:
-    """Numbers to add up, asked for in some words.
+    """Numbers to add up, with the wording of the question.
 
     >>> WorkedSum((7, 5, 2), "What is {}?").written(None, 0)[0]
     ('7 + 5 = 12', '12 + 2 = 14')
@@ -39,7 +39,7 @@ class WorkedSum:
         return (Message("user", self.wording.format(" + ".join(map(str, self.numbers)))),)
 
     def written(self, wrong: int | None, error: int) -> tuple[tuple[str, ...], tuple[float, ...]]:
-        """Return the steps and their labels; the result of step `wrong` (from 0) is off by `error`, later ones follow it."""
+        """The steps and their labels; the result of step `wrong` (from 0) is off by `error`, and later steps use it."""
         total, lines = self.numbers[0], []
         for step, number in enumerate(self.numbers[1:]):
             result = total + number + (error if step == wrong else 0)
@@ -50,7 +50,7 @@ class WorkedSum:
 
 
 def worked_tables(config: ArithmeticWorld, *, seed: int) -> tuple[Tables, dict[str, float]]:
-    """Return the tables of a world of worked sums (without steps) and the share of right demonstrations."""
+    """Build the tables of a world of worked sums (without steps), and the fraction of correct demonstrations."""
     writer = _Writer(config, random.Random(derive_seed(seed, "worked writer")), seed=seed)
     demonstrations = [writer.demonstration(held_out=False) for _ in range(config.demonstrations)]
     tables = Tables(
@@ -65,7 +65,7 @@ def worked_tables(config: ArithmeticWorld, *, seed: int) -> tuple[Tables, dict[s
 
 
 def step_tables(config: ArithmeticWorld, *, seed: int) -> tuple[tuple[SteppedAnswer, ...], tuple[SteppedAnswer, ...]]:
-    """Return the judged answers for training and for evaluation, from a random stream of their own."""
+    """Write the judged answers for training and for evaluation, from a separate random stream."""
     writer = _Writer(config, random.Random(derive_seed(seed, "steps")), seed=seed)
     train = tuple(writer.stepped(held_out=False) for _ in range(config.steps))
     return train, tuple(writer.stepped(held_out=True) for _ in range(config.eval_steps))
@@ -80,14 +80,14 @@ class _Writer:
         self._seed = seed
 
     def demonstration(self, *, held_out: bool) -> tuple[Demonstration, bool]:
-        """Return a conversation, and whether its answer is right."""
+        """Write a conversation; the second result is whether its answer is correct."""
         asked = self._draw(held_out=held_out)
         steps, labels = self._answer(asked)
         messages = (*asked.question, Message("assistant", "\n".join(steps)))
         return Demonstration(content_id(SOURCE, messages), messages, SOURCE), labels[-1] == 1.0
 
     def preference(self, *, held_out: bool) -> Preference:
-        """Return a right answer and a wrong one."""
+        """Write a correct answer and a wrong one."""
         asked = self._draw(held_out=held_out)
         chosen, rejected = (
             (Message("assistant", "\n".join(steps)),) for steps in (asked.written(None, 0)[0], self._wrong(asked)[0])
@@ -97,13 +97,13 @@ class _Writer:
         )
 
     def stepped(self, *, held_out: bool) -> SteppedAnswer:
-        """Return an answer with its steps judged."""
+        """Write an answer with judged steps."""
         asked = self._draw(held_out=held_out)
         steps, labels = self._answer(asked)
         return SteppedAnswer(content_id(SOURCE, asked.question, steps), asked.question, steps, labels, SOURCE)
 
     def prompts(self, count: int, *, held_out: bool) -> tuple[Prompt, ...]:
-        """Return `count` different questions with their answers, fewer where the numbers allow no more."""
+        """Draw `count` different questions with their answers; fewer if the numbers allow no more."""
         found: dict[str, Prompt] = {}
         for _ in range(count * TRIES):
             if len(found) == count:
@@ -118,7 +118,7 @@ class _Writer:
             size = self._rng.choice(SIZES)
             numbers = tuple(self._rng.randint(0, self._config.largest) for _ in range(size))
             asked = WorkedSum(numbers, self._rng.choice(WORDINGS))
-            # The question decides and not the draw: every table of a split keeps to the same questions.
+            # The question determines its split, not the draw, so all tables of a split share the same questions.
             if (derive_seed(self._seed, "held out", asked.question[0].content) % HELD_OUT == 0) == held_out:
                 return asked
 
