@@ -1,4 +1,4 @@
-"""Report dropped rows, and drop those that exceed a limit in tokens or spell control tokens of the policy's tokenizer."""
+"""Report dropped rows, and drop rows that exceed token limits or spell control tokens of the policy's tokenizer."""
 
 from array import array
 from collections import Counter, defaultdict
@@ -46,7 +46,7 @@ class Drop:
 
     @property
     def rule(self) -> str:
-        """The reason without details of the row; of a malformed row, what is wrong with it."""
+        """The reason without details of the row; for a malformed row, the kind of fault."""
         kind, colon, said = self.reason.partition(": ")
         return f"{kind}: {said.partition(':')[0]}" if kind == "malformed" and colon else kind
 
@@ -94,11 +94,11 @@ class DropReport:
         self.drops.append(Drop(source, origin, reason))
 
     def counts(self) -> dict[str, int]:
-        """Return the number of drops per kind of reason, most frequent first."""
+        """Count the drops per kind of reason, most frequent first."""
         return dict(Counter(drop.kind for drop in self.drops).most_common())
 
     def reasons(self, source: str = "") -> list[Reason]:
-        """Return why rows of `source` (all sources if empty) were left out, the most frequent reason first."""
+        """The reasons why rows of `source` (all sources if empty) were left out, the most frequent first."""
         found: dict[str, list[Drop]] = defaultdict(list)
         for drop in sorted(self.drops, key=lambda drop: (drop.origin.file, drop.origin.line)):
             if source in ("", drop.source):
@@ -119,7 +119,7 @@ class DropReport:
             raise DataError(f"data.sources[{source}]", place, f"{bad[0].reason} {rule}", remedy)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the content of `validation.json`."""
+        """The content of `validation.json`."""
         some = {
             "not_read": {name: dict(one) for name, one in self.not_read.items() if one},
             "masked": dict(self.masked),
@@ -164,7 +164,7 @@ def limit(
     origins: Mapping[str, Origin],
     report: DropReport,
 ) -> Tables:
-    """Return `tables` without the rows that exceed a limit, and add each dropped row to `report`.
+    """Drop the rows of `tables` that exceed a limit, and add each dropped row to `report`.
 
     Rows whose content spells a control token of the tokenizer are dropped, because it would forge turns.
     """
@@ -184,11 +184,11 @@ def limit(
 
 
 def control_tokens(chat: ChatTemplate) -> list[str]:
-    """Return the texts of the tokens that only a chat template may write: special ones, ends, and those around turns.
+    """The texts of the tokens that only a chat template may write: special tokens, ends, and tokens around turns.
 
-    Most tokenizers give names to a few of their special tokens (`all_special_tokens`). Those of Llama 3 and Gemma 3 leave
-    out tokens around turns, and DeepSeek's around turns are not special. Line breaks are tokens of Gemma's vocabulary.
-    Tokens around reasoning and tool calls are an answer's own, whether they are special or not.
+    Most tokenizers name a few of their special tokens (`all_special_tokens`). The lists of Llama 3 and Gemma 3 lack
+    tokens around turns, and DeepSeek's tokens around turns are not special. Line breaks are tokens of Gemma's
+    vocabulary. Tokens around reasoning and tool calls belong to the answer, whether they are special or not.
     """
     written = chat.ends.union(chat.prompt_ids(_PROBE))
     never = structure(chat.tokenizer, chat.ends)
@@ -201,7 +201,7 @@ def control_tokens(chat: ChatTemplate) -> list[str]:
 
 
 def parts(row: Row) -> tuple[tuple[Message, ...], tuple[tuple[Message, ...], ...]]:
-    """Return (prompt, answers) of a row.
+    """Split a row into (prompt, answers).
 
     The prompt of a demonstration is everything before its last turn. Steps are joined with one per line.
     """
