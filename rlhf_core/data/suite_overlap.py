@@ -56,7 +56,9 @@ class Overlaps:
         ]
 
     def to_json(self) -> dict[str, Any]:
-        """The report as JSON: for each suite its prompts, the number found in training rows, rows by table, and rows.
+        """The report as JSON.
+
+        For each suite: its prompts, the number found in training rows, and these rows by table.
         """
         return {
             "ngram": self.ngram,
