@@ -25,10 +25,8 @@ from rlhf_core.types import Column, Completion, Prompt, SamplingRequest, plain_t
 LOOK_EVERY_S = 0.2
 """Seconds between two checks for hung processes while waiting."""
 GATHER_S = 0.02
-"""Seconds that an idle engine waits for more requests after the first.
-
-Requests that begin together make full batches.
-"""
+"""Seconds that an idle engine waits for more requests after the first. Requests that begin together make full
+batches."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,11 +67,8 @@ class OfChanges(Config):
     density: float = Field(1.0, gt=0, le=1)
     """Share of the values of each tensor's change that are kept; the others are set to 0."""
     drop: Literal["smallest", "random"] = "smallest"
-    """Which values are set to 0.
-
-    With `random`, the remaining ones are divided by `density`, so that a change keeps its expected value (DARE, arXiv
-    2311.03099).
-    """
+    """Which values are set to 0. With `random`, the remaining ones are divided by `density`, so that a change keeps its
+    expected value (DARE, arXiv 2311.03099)."""
 
     def kept(self, change: Tensor, seed: int) -> Tensor:
         """Set the dropped values of a change to 0."""

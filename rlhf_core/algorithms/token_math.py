@@ -242,12 +242,9 @@ class CorrectionConfig(Config):
     """Above 0, with `mask` at the level of a sequence: the tokens of a sequence that is kept weigh min(q of the token,
     this) instead of the q of the sequence, so that the mask chooses sequences and the weight corrects tokens."""
     gate: Literal["ratio", Divergence] = added_option("ratio")
-    """The statistic that `mask` compares with its bounds: `ratio` is q.
-
-    With `kl`, KL(mu || pi_old) of "this token or another one", or `tv`, its total variation, it drops each token, or
-    above that level each sequence, whose mean is above `max_divergence`. The other tokens weigh min(q of the token,
-    cap) (FlashREINFORCE).
-    """
+    """The statistic that `mask` compares with its bounds: `ratio` is q. With `kl`, KL(mu || pi_old) of "this token or
+    another one", or `tv`, its total variation, it drops each token, or above that level each sequence, whose mean is
+    above `max_divergence`. The other tokens weigh min(q of the token, cap) (FlashREINFORCE)."""
     max_divergence: float = added_option(0.005, gt=0)
     """Largest divergence that `gate` keeps; 0.003 to 0.005 are common for `kl`."""
     pi_old: Literal["trainer", "sampler"] = "trainer"

@@ -22,7 +22,7 @@ class ExportingConfig(Config):
 
     @model_validator(mode="after")
     def _check_exports(self) -> Self:
-        """Raise ValueError for models that are exported on the way where the number of steps depends on the data."""
+        """Raise ValueError for models that are exported during training if the number of steps depends on the data."""
         if self.export_every:
             if not self.loop.max_steps:
                 raise ValueError(
@@ -34,7 +34,7 @@ class ExportingConfig(Config):
 
 
 def check_exports(every: int, name: str, last: int) -> None:
-    """Raise ValueError for policies on the way of which there are none before the `last` step, whose option has this name."""
+    """Raise ValueError if no policy is exported before the `last` step; the option `name` sets the number of steps."""
     if every >= last:
         raise ValueError(
             f"export_every = {every}: there is no such step before the end ({name} = {last}); lower it, or leave it at 0"

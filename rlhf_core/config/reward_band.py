@@ -8,10 +8,11 @@ from rlhf_core.schema.base import Config
 
 
 class RewardBand(Config):
-    """The prompts that are neither too easy nor too hard for the policy as it is now, by the mean reward of their answers."""
+    """The prompts that are neither too easy nor too hard for the current policy, by the mean reward of answers."""
 
     term: str = ""
-    """Term of the rewards whose mean counts, such as one that is 1 for a right answer; the reward itself if empty."""
+    """Term of the rewards whose mean counts, such as a term that is 1 for a right answer; the reward itself if empty.
+    """
     low: float = 0.1
     """Least mean of a prompt in the band."""
     high: float = 0.9

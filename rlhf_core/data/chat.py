@@ -57,10 +57,8 @@ UNLIMITED = 1 << 40  # value of `max_length` that cuts nothing: no conversation 
 
 _PARAMETERS = {"type": "object", "properties": {"probe_key": {"type": "string", "description": "Probe."}}}
 _TOOLS = [{"type": "function", "function": {"name": "probe_tool", "description": "Probe.", "parameters": _PARAMETERS}}]
-"""A probe tool.
-
-The turns below contain probe words, too: a word missing from the rendered text is one the template omits.
-"""
+"""A probe tool. The turns below contain probe words, too: a word missing from the rendered text is one the template
+omits."""
 _CALL = {
     "type": "function",
     "id": "probe0001",

@@ -22,10 +22,8 @@ DEEPSEEK_R1 = (
     "{% else %}{{ raise_exception('no turns of the role ' + message['role']) }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<｜Assistant｜>' }}{% endif %}"
 )
-"""DeepSeek-V3, DeepSeek-R1 and their distills.
-
-Their default template opens a reasoning that it leaves out of every answer.
-"""
+"""DeepSeek-V3, DeepSeek-R1 and their distills. Their default template opens a reasoning that it leaves out of every
+answer."""
 
 NEMOTRON_3 = (
     "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\\n<|im_end|>\\n' }}{% endif %}"
@@ -36,10 +34,8 @@ NEMOTRON_3 = (
     "{{ content + '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-"""Nemotron 3.
-
-Its default template opens reasoning on a new line, and renders an answer without any as `<think></think>`.
-"""
+"""Nemotron 3. Its default template opens reasoning on a new line, and renders an answer without any as
+`<think></think>`."""
 
 GLM_4_5 = (
     "[gMASK]<sop>{% if tools %}{{ '<|system|>\\n# Tools\\n\\n"
@@ -66,11 +62,9 @@ GLM_4_5 = (
     "{% else %}{{ raise_exception('no turns of the role ' + message['role']) }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' + ('\\n<think></think>' if quiet else '') }}{% endif %}"
 )
-"""GLM-4.5, with tools.
-
-Its default template ends no turn: the policy stops at the token that opens the next one (`<|user|>`, after calls
-`<|observation|>`). In this template each answer ends with that token, including the last one.
-"""
+"""GLM-4.5, with tools. Its default template ends no turn: the policy stops at the token that opens the next one
+(`<|user|>`, after calls `<|observation|>`). In this template each answer ends with that token, including the last
+one."""
 
 CHATML = "chatml"
 """Name of the template for tokenizers without one."""

@@ -9,10 +9,10 @@ from rlhf_core.errors import ConfigError
 
 
 def private_folder(path: Path) -> Path:
-    """Create a folder in a temporary directory that only this user may enter, and return it.
+    """Create a folder in a temporary directory that only this user may enter. The result is its path.
 
-    Raises ConfigError if the name exists and is not a folder that belongs to this user, or if others may rename what
-    lies beside it, because they could redirect the writes.
+    Raises ConfigError if the name exists and is not a folder that belongs to this user, or if others may rename files
+    and folders in that directory, because they could redirect the writes.
     """
     above = path.parent.stat().st_mode
     if above & stat.S_IWOTH and not above & stat.S_ISVTX:

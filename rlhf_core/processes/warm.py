@@ -63,7 +63,7 @@ def start_warm(
 
 
 def end_warm_parent() -> None:
-    """End the warm parent, if there is one. Its workers continue, but their exit statuses are lost."""
+    """End the warm parent, if one is running. Its workers continue, but their exit statuses are lost."""
     with _FINDING:
         for _, parent in _current:
             parent.end()
@@ -174,13 +174,14 @@ def _end(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
 
 _FINDING = threading.Lock()
 _current: list[tuple[object, _Parent]] = []
-"""The warm parent with the state that it was started in, if there is one."""
+"""The warm parent, if any, with the state in which it was started."""
 
 
 def _current_parent(environment: Mapping[str, str]) -> _Parent:
     """The warm parent for the current state, started if needed. OSError if the state cannot be read or keeps changing.
 
-    It gets only variables that are read at the start, because a fork can read those of its parent in /proc/self/environ.
+    It gets only variables that are read at the start, because a fork can read its parent's variables in
+    /proc/self/environ.
     """
     read = sorted(item for item in environment.items() if item[0].startswith(READ_AT_START))
     with _FINDING:
@@ -194,7 +195,7 @@ def _current_parent(environment: Mapping[str, str]) -> _Parent:
 
 
 def _process_state() -> tuple[object, ...]:
-    """What a new process inherits from the calling thread, apart from variables and streams."""
+    """The state that a new process inherits from the calling thread, apart from variables and streams."""
     os.fstat(2)  # each worker gets it
     status = Path("/proc/thread-self/status").read_text(encoding="utf-8").splitlines()
     folder = Path.cwd()

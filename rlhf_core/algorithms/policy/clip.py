@@ -138,8 +138,7 @@ class ClipCovLoss(PolicyMethod):
     def step_advantages(
         self, advantages_BL: Tensor, old_logprobs_BL: Tensor, loss_mask_BL: Tensor, *, seed: int
     ) -> Tensor:
-        """Set the advantages of max(1, fraction N) tokens to 0, drawn uniformly among tokens with a covariance in
-        bounds.
+        """Set the advantages of max(1, fraction N) tokens to 0, drawn uniformly among tokens with covariance in bounds.
 
         If fewer tokens are in the bounds, all of them are set to 0. The paper draws again for each mini-batch, with pi
         of that moment. Here tokens are drawn once for a step with pi_old, which is the same for the first mini-batch.
