@@ -42,7 +42,7 @@ class RequestRefused(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """A call of a tool as the protocol has it; `arguments` is JSON with sorted keys."""
+    """A tool call in the format of the protocol; `arguments` is JSON with sorted keys."""
 
     name: str
     arguments: str

@@ -32,8 +32,9 @@ class StepResult:
 class Environment:
     """One episode. Subclassing is not needed; both methods may be `async`, and there may be a `close()`.
 
-    Write `async def` where it waits for others: the episodes of a process wait together. While the code runs, the global
-    generators of `random`, `numpy` and `torch` belong to the episode alone, seeded from its seed.
+    Use `async def` for methods that wait (on a server, for example), so that the episodes of a process wait at the same
+    time. While the code runs, the global generators of `random`, `numpy` and `torch` belong to the episode alone,
+    seeded from its seed.
 
     >>> class Echo(Environment):
     ...     def step(self, action, **info):

@@ -25,9 +25,10 @@ from rlhf_core.user_code.dependencies import check_file_digests
 from rlhf_core.user_code.sources import user_code_environment
 
 START_TIMEOUT_S = 300.0
-"""For the interpreter and the imports of the user's module, which may be torch on a busy machine."""
+"""Seconds for the interpreter and the imports of the user's module, which may be torch on a busy machine."""
 GRACE_S = 2.0
-"""After the deadline of a step: then code that does not `await` is taken for hung, and its process is killed."""
+"""Seconds after the deadline of a step. Code that does not `await` until then counts as hung, and its process is
+killed."""
 
 LOG = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ SESSION = ProgramSession
 PROMPT_FIELDS = ("id", "messages", "source")
 """Fields of a prompt that a program receives unless it is given the label."""
 SHOWN_CHARACTERS = 2000
-"""Of a program's errors, from the end."""
+"""Number of characters shown of a program's errors, counted from the end."""
 
 
 def open_agent(config: ProgramAgent, *, tokenizer: str, **_: Any) -> Program:

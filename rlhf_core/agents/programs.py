@@ -38,10 +38,10 @@ class Answer:
 class ProgramResult:
     """The result of an episode.
 
-    `rewards` are of the turns that count, in order; of fewer the last stands at the last turn. `token_ids` is the whole
-    conversation with the prompt, and `actions` its sampled (start, end) ranges; without them all turns count, and each
-    must have been requested with the turns before it as the beginning of its prompt. Dynamic sampling uses `score`, if it is
-    given, in place of the reward.
+    `rewards` belong to the turns that count, in order. If there are fewer rewards than turns, the last turn gets their
+    sum. `token_ids` is the whole conversation with the prompt, and `actions` its sampled (start, end) ranges; without
+    them all turns count, and the prompt of each must begin with the turns before it. Dynamic sampling uses `score`, if
+    it is given, in place of the reward.
     """
 
     rewards: tuple[float, ...]

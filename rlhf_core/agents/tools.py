@@ -67,9 +67,7 @@ class ToolEnvironment:
                 inspect.signature(function).bind(**call.arguments)
                 result = function(**call.arguments)
                 return as_text(await result if inspect.isawaitable(result) else result)
-            except (
-                Exception
-            ) as error:  # the policy's arguments are as likely the cause as the tool: report it to the policy
+            except Exception as error:  # may be caused by the policy's arguments: report it to the policy
                 problem = without_secrets(f"{type(error).__name__}: {error}")
         self._failures += 1
         return f"error: {problem}"

@@ -27,7 +27,7 @@ else:
 
 LOG_RATIO_LIMIT = 20.0  # exp(20) is 4.9e8: far outside every clip range, and its square still fits fp32
 WHITEN_EPS = 1e-8  # variance added before the root: equal values are whitened to 0, not to NaN
-PART = 2**18  # places whose sums are made at once: a dozen tensors of them stay in the cache of a processor
+PART = 2**18  # positions summed at once: a dozen tensors of this size fit into a processor's cache
 
 
 @cache
@@ -61,7 +61,7 @@ def masked_count(mask_BL: Tensor) -> Tensor:
 
 
 def in_parts(*tensors_BL: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield some rows of all tensors at a time, for sums over many: `PART` places, or one row."""
+    """Yield blocks of rows of all tensors, for large sums: `PART` positions at a time, or one row."""
     rows = max(1, PART // max(1, tensors_BL[0].shape[1]))
     return zip(*(x_BL.split(rows) for x_BL in tensors_BL))
 
@@ -341,15 +341,15 @@ class Mismatch:
 
     count: int
     log_q: float
-    """Means over the tokens: of |log q|, exp |log q| and k3."""
+    """Means over the tokens of |log q|, exp |log q| and k3."""
     exp_abs_log_q: float
     k3: float
     log_q_max: float
     q: float
-    """Sums over the tokens: of q and q^2."""
+    """Sums over the tokens of q and q^2."""
     squared_q: float
     trainer: Moments
-    """Of the probabilities of both, and the sum of the products of their distances from their means."""
+    """Moments of the trainer's and the sampler's probabilities, and the sum of the products of their deviations."""
     sampler: Moments
     products: float
     equal: bool

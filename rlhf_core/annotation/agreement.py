@@ -16,7 +16,7 @@ def judgment_report(
     """Measure how far the judgments can be trusted, as JSON values; None for a measure without data.
 
     `agreement` is the share of pairs of annotators with the same choice, over the comparisons that several judged, and
-    `alpha` Krippendorff's alpha for nominal data, which takes off the agreement by chance. `first_chosen` is the share
+    `alpha` Krippendorff's alpha for nominal data, which corrects for agreement by chance. `first_chosen` is the share
     of the first side among choices of a side: 0.5 without position bias, because sides are random. `consistency` is the
     share of repeated comparisons that an annotator judged alike with the sides swapped. `attention` is the share of
     attention checks that were passed. `gold` maps a comparison to the known reward of the first side minus the second
@@ -78,7 +78,7 @@ def krippendorff_alpha(units: Any) -> float | None:
 
 
 Row = tuple[Comparison, Judgment]
-Found = list[tuple[Hashable, float]]  # values with the prompts that they are of
+Found = list[tuple[Hashable, float]]  # values with their prompts
 
 
 def _units(rows: Sequence[Row]) -> Mapping[str, list[str]]:

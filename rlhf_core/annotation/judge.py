@@ -24,7 +24,7 @@ from rlhf_core.rewards.judge import ChatEndpoint, ChatFailed, ask_for
 from rlhf_core.rewards.protocols import prompt_text
 from rlhf_core.rewards.verdicts import find_verdict
 
-LOOK_EVERY_S = 0.5  # seconds between looks whether the stage shall stop
+LOOK_EVERY_S = 0.5  # seconds between checks whether the stage must stop
 MEANINGS: Mapping[str, Choice] = {"a": "first", "b": "second", "tie": "tie", "neither": "both_bad"}
 _PLACE = re.compile(r"\{(rubric|prompt|first|second)\}")
 
@@ -65,12 +65,12 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """The judgments of a judge, and the verdicts that they were made of."""
+    """The judgments of a judge, and the verdicts from which they were computed."""
 
     judgments: list[Judgment]
     verdicts: list[Verdict]
     failures: dict[str, str]
-    """Comparison -> why it has no judgment."""
+    """Comparison -> the reason why it has no judgment."""
 
 
 def ask_judge(
@@ -115,7 +115,7 @@ def ask_judge(
             if waiting and stopping():
                 raise JudgingStopped
     finally:
-        ended.set()  # no pause before a retry is waited for
+        ended.set()  # ends all pauses before retries
         pool.shutdown(wait=True, cancel_futures=True)
         endpoint.close()
     return _settled(comparisons, known, name=f"judge:{config.model}")

@@ -44,7 +44,7 @@ Precision = Literal["float32", "bfloat16"]
 DType = Annotated[
     Precision, BeforeValidator(native_dtype, json_schema_input_type=Literal["auto", "float32", "bfloat16"])
 ]
-"""Precision; `auto` is replaced when the configuration is read, so plans and keys have the precision itself."""
+"""Precision; `auto` is replaced when the configuration is read, so plans and keys contain the resolved precision."""
 
 # ---------------------------------------------------------------- training
 

@@ -1,4 +1,4 @@
-"""Check `export_every`, the interval of policies that a training exports on its way."""
+"""Check `export_every`, the number of steps after which a training exports its current policy."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self
@@ -9,9 +9,9 @@ from rlhf_core.schema.base import Config
 
 
 class ExportingConfig(Config):
-    """A training whose loop may export its model on the way."""
+    """A training whose loop may export intermediate models."""
 
-    if TYPE_CHECKING:  # fields of each training, in an order of its own
+    if TYPE_CHECKING:  # fields of each training, which orders them differently
         export_every: int
         loop: Any
 
@@ -47,7 +47,7 @@ def steps_exported(every: int, last: int) -> tuple[int, ...]:
 
 
 def refuse_exports(trainings: Mapping[str, Any]) -> None:
-    """Raise ValueError for a training inside of a group of stages that exports policies on the way, which no stage would read."""
+    """Raise ValueError if a training in a group of stages exports intermediate policies, which no stage would read."""
     for key, config in trainings.items():
         if config is not None and config.export_every:
             raise ValueError(

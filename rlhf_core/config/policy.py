@@ -234,7 +234,7 @@ class PPOConfig(AgentsBySource, RenamedConfig):
     distill: PolicyDistillation | None = added_option(None)
     """Teachers whose log-probs at the policy's own tokens are advantages (on-policy distillation)."""
     ahead: Ahead | None = None
-    """Another way to sample than one round of whole answers per step by its own weights: the next steps while this one
+    """Replaces sampling in one round of whole answers per step with that step's weights: the next steps while this one
     trains (`staleness`), in parts (`partial`), or again for groups that carry no gradient (`dynamic`)."""
 
     truncated_answers: TruncatedAnswers = added_option("train")
@@ -243,7 +243,7 @@ class PPOConfig(AgentsBySource, RenamedConfig):
     their reward instead."""
 
     value: ValueConfig = ValueConfig()
-    """The value model, which only gae has."""
+    """The value model, used only by `gae`."""
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-6)
     lora: LoraConfig | None = None
 

@@ -18,8 +18,8 @@ class RewardBand(Config):
     high: float = 0.9
     """Largest mean of a prompt in the band."""
     again: float = Field(0.1, ge=0, le=1)
-    """Share of the prompts of each step that are taken from outside of the band, the longest unanswered first, because the
-    policy changes. If the band has too few prompts, more are."""
+    """Share of the prompts of each step that are taken from outside of the band, the longest unanswered first, because
+    the policy changes. If the band has too few prompts, the share is larger."""
 
     @model_validator(mode="after")
     def _check_bounds(self) -> Self:

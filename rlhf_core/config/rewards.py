@@ -428,8 +428,8 @@ class TruncatedReward(Config):
     """Reward of truncated answers; the change is the component `truncated`."""
 
     type: Literal["scale", "penalty", "value"] = "penalty"
-    """`scale` multiplies a reward above 0 by `amount` (one below 0 stays: it would be forgiven), `penalty` subtracts
-    `amount`, `value` replaces the reward by `amount`."""
+    """`scale` multiplies a reward above 0 by `amount` (a negative one is unchanged, since scaling would soften it),
+    `penalty` subtracts `amount`, `value` replaces the reward by `amount`."""
     amount: float = 1.0
     """Factor, size of the penalty, or reward, depending on `type`."""
 

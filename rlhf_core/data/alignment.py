@@ -80,7 +80,7 @@ class TeacherOutcomes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CrossTokenizerSample:
-    """A sequence for distillation with the outcomes of each teacher, whose tokenizers are other ones."""
+    """A sequence for distillation with the outcomes of each teacher, whose tokenizers differ from the student's."""
 
     token_ids: Column[int]
     loss_mask: Column[int]

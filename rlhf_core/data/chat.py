@@ -173,7 +173,7 @@ class Renderer:
         """The first role of `rows` whose words the template leaves out, "" if none, and None if it rejects the rows."""
         try:
             text = self.apply(rows, [], False, settings)
-        except DataError:  # it gives its reason where the conversation is rendered
+        except DataError:  # raised again, with its reason, when the conversation is rendered
             return None
         return next((row["role"] for row in rows if row["content"] not in text), "")
 
@@ -519,7 +519,7 @@ class ChatTemplate:
         loss_mask: list[int] = []
         pieces = self.pieces(segments)
         for (_, trained), tokens in zip(segments, pieces, strict=True):
-            # The last EOS ends the turn, or another end token if it has none, as a call of gpt-oss. Text that the template
+            # The last EOS ends the turn, or another end token if it has none, as in gpt-oss calls. Text that the template
             # writes after it belongs to the next turn.
             found = self.ends.intersection(tokens) if trained else ()
             ends = {self.eos_id} if self.eos_id in found else found

@@ -140,17 +140,17 @@ def decontaminate(
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """The number of a prompt that a row has, and whether it only shares words with it."""
+    """The number of the prompt that a row contains, and whether the row only shares words with it."""
 
     prompt: int
     words: bool
 
 
 class Overlap:
-    """Prompts that no training row should have: whole at its beginning, or `ngram` words of one in a row anywhere."""
+    """Prompts that no training row may contain: a whole one at its beginning, or `ngram` consecutive words anywhere."""
 
     def __init__(self, prompts: Iterable[Turns], *, ngram: int | None) -> None:
-        """Compare with `prompts`; words are compared only with `ngram`, white space and case never."""
+        """Compare rows with `prompts`. Words are compared only if `ngram` is set; white space and case are ignored."""
         self._ngram = ngram
         self._whole: dict[str, int] = {}
         self._grams: dict[tuple[str, ...], int] = {}

@@ -39,7 +39,7 @@ _AFTER = (
     r"|starter_code|[a-e]"
 )
 _NEEDED = re.compile(rf"(?P<before>{_BEFORE})|{_AFTER}", re.IGNORECASE)
-"""Columns without which a prompt is another one; some stand before the question."""
+"""Columns without which a prompt has another meaning; the ones in `before` precede the question."""
 
 _OPEN_TRANSCRIPT = re.compile(r"(^|\n\n)Assistant:\s*$")
 
@@ -112,7 +112,7 @@ class Reading(Mapping[str, Any]):
 
 
 def refuse_left_out(unread: Sequence[str], row: Row) -> None:
-    """Raise UnknownForm if a column without which the prompt is another one was not read."""
+    """Raise UnknownForm if a column without which the prompt has another meaning was not read."""
     found = {name: match for name in unread if (match := _needed(name))}
     if not found:
         return
@@ -130,7 +130,7 @@ def refuse_left_out(unread: Sequence[str], row: Row) -> None:
 
 @lru_cache
 def _needed(name: str) -> re.Match[str] | None:
-    """The match of a column without which a prompt is another one; kept, since each row has the same columns.
+    """Match the name of a column without which a prompt has another meaning. Cached: each row has the same columns.
 
     The last part of the name counts, as a word: `Option_A` for `Option A.`
     """
@@ -280,7 +280,7 @@ _NUMBERS = ("0", "0.0", "1", "1.0", "-1", "-1.0")
 _WRITTEN_AS_FLOAT = re.compile(r"-?\d+\.0")
 _NO_NUMBER = ("nan", "<na>", "null", "none")
 _TELLING_ROWS = 8
-"""Number of rows from which labels that are two in all look like verdicts, even if they are not single words."""
+"""Number of rows from which exactly two distinct labels look like verdicts, even if they are not single words."""
 
 
 def verdict_of(row: Row) -> Any:
@@ -302,7 +302,7 @@ def has_integers_with_gaps(rows: Iterable[Row], name: str) -> bool:
 
 
 def is_gap(value: Any) -> bool:
-    """True for an empty cell, or a word for a missing number: only among numbers is it that."""
+    """True for an empty cell, or for a word that means a missing number in a column of numbers."""
     return is_empty(value) or (isinstance(value, str) and value.lower() in _NO_NUMBER)
 
 
@@ -362,7 +362,7 @@ def refuse_verdict(row: Row, source: Source) -> None:
 
 
 def _may_be_verdicts(said: Counter[str]) -> bool:
-    """Whether labels are numbers of verdicts, half of them words of verdicts, or two words."""
+    """Whether labels may be verdicts: only verdict numbers, half of them verdict words, or just two distinct labels."""
     words = sum(count for label, count in said.items() if worth(label) is not None and label not in _NUMBERS)
     two = len(said) == 2 and (said.total() >= _TELLING_ROWS or all(map(str.isalpha, said)))
     return said.keys() <= set(_NUMBERS) or two or 2 * words >= said.total()

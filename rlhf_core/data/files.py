@@ -101,7 +101,7 @@ def read_examples(
 ) -> StoredRows[Example]:
     """Read the rows of `source` as examples and report malformed rows. Raises DataError if there are too many.
 
-    With format `auto`, most rows decide for all. Ties are reported, but do not count as malformed.
+    With format `auto`, the most frequent format is used for all rows. Ties are reported, but do not count as malformed.
     """
     examples = StoredRows[Example](file or RowFile(Example, Origin, Message))
     malformed: list[Drop] = []
@@ -170,7 +170,7 @@ def _both(good: Example, bad: Example) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Readable:
-    """The readable rows of a source, which are in a file: each walk makes them again."""
+    """The readable rows of a source, stored in a file. Each iteration reads them again."""
 
     records: StoredRows[Record]
     source: Source
@@ -216,7 +216,10 @@ def _readable(source: Source, report: DropReport, malformed: list[Drop], file: R
 
 
 def usual_format(records: Sequence[Record], source: Source) -> str:
-    """The format of a source: if it is to be found, the format of most rows of a sample; empty if none has a known one."""
+    """The format of a source.
+
+    For `auto`, the most frequent format in a sample of rows, empty if no row has a known one.
+    """
     if source.format != "auto":
         return source.format
     found: Counter[str] = Counter()

@@ -320,7 +320,7 @@ class _Reasons:
         return _sum(bounds.most, texts.bare) <= limits.max_prompt_tokens
 
     def _shorten(self, segments: Segments) -> Segments:
-        """The segments, with a beginning of each that cannot fit: the beginning cannot fit either."""
+        """Cut segments that cannot fit to a beginning that cannot fit either."""
         if (bounds := self.bounds) is None:
             return segments
         most, ends = max(asdict(self.limits).values()), self.chat.end_texts

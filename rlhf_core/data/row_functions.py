@@ -69,7 +69,7 @@ def unknown(rule: str, row: Row) -> UnknownForm:
 
 
 def pasted(*lines: str) -> str:
-    """The remedy with a function of these lines."""
+    """The remedy of an error: paste a function with these lines."""
     code = "".join(f"    {line}\n" for line in lines)
     capitals = ", ".join(dict.fromkeys(_CAPITALS.findall(code)))
     decide = f" (first replace {capitals}, which only you know)" if capitals else ""

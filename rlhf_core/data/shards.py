@@ -158,7 +158,10 @@ class _Turns:
             data += b"".join(found[name])
 
     def array(self) -> pa.ChunkedArray:
-        """The column, which reads the memory of this one. It is in one piece unless it has more than 2 GiB of text."""
+        """The column, which shares the memory of this object.
+
+        It is in one piece unless it has more than 2 GiB of text.
+        """
         kind = MESSAGES_WITH_TOOLS if self.said else MESSAGES
         made = []
         for ends, texts in self._pieces:
@@ -236,7 +239,7 @@ def _put(path: Path, write: Callable[[Path], object]) -> None:
     write(temporary)
     fsync_path(temporary)  # the content before the name
     temporary.replace(path)
-    fsync_path(path.parent)  # and the name, which is an entry of its folder
+    fsync_path(path.parent)  # and the name, an entry of its folder
 
 
 def read_table(path: Path, schema: pa.Schema, *, since: Sequence[str] = ()) -> list[dict[str, Any]]:

@@ -5,9 +5,9 @@ the mean of prompt c, p_c its share of all values, m = sum_c p_c v_c, and z and 
 
 - Values between bounds a and b, such as shares: two times z^2 / 2 pseudo-prompts are added, half of them at each bound, so
   that prompts which all agree do not make an interval of no width. For single answers this is the interval of Agresti and
-  Coull ("Approximate is better than exact", 1998), for paired differences that of Bonett and Price (2012), with t for z.
-- Other means: Student's t, after the skewness is taken off by Hall's transformation ("On the removal of skewness by
-  transformation", 1992), without which the interval of few skewed rewards is too short. Where all agree, their own size
+  Coull ("Approximate is better than exact", 1998), for paired differences Bonett and Price's (2012), with t for z.
+- Other means: Student's t, after Hall's transformation removes the skewness ("On the removal of skewness by
+  transformation", 1992), without which the interval of few skewed rewards is too short. If all agree, their own size
   stands for the spread that they do not show: the interval is that of values between 0 and twice as much.
 """
 
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from rlhf_core.errors import DataError
 from rlhf_core.types import FEWEST_PROMPTS
 
-LEVEL = 0.95  # confidence level of all intervals but those of `evaluate`, which has an option
+LEVEL = 0.95  # confidence level of all intervals except in `evaluate`, which has an option
 SHARE, DIFFERENCE_OF_SHARES = (0.0, 1.0), (-1.0, 1.0)  # bounds of values
 
 

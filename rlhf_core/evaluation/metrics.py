@@ -50,8 +50,7 @@ def repetition(sequence: Sequence[Hashable], n: int) -> float:
 
 
 def entropy_estimate(logprobs: Sequence[Sequence[float]]) -> float:
-    """Estimate the entropy per token as -mean log p(sampled token) over all tokens, in nats; the estimate is unbiased.
-    """
+    """Estimate the entropy per token as -mean log p(sampled token) over all tokens, in nats, without bias."""
     tokens = sum(len(sequence) for sequence in logprobs)
     return -math.fsum(value for sequence in logprobs for value in sequence) / tokens if tokens else 0.0
 
@@ -106,7 +105,7 @@ def calibration_error(rows: Sequence[ReliabilityBin]) -> float:
 
 def _ranks(values: Sequence[float]) -> np.ndarray:
     _, place, counts = np.unique(np.asarray(values, dtype=np.float64), return_inverse=True, return_counts=True)
-    return (np.cumsum(counts) - (counts + 1) / 2)[place]  # the mean of the places, from 0, that equal values share
+    return (np.cumsum(counts) - (counts + 1) / 2)[place]  # ties share the mean of their ranks, counted from 0
 
 
 # ---------------------------------------------------------------- distance

@@ -1,4 +1,4 @@
-"""The one door of our HTTP servers: an ASGI middleware before all routes, mounted applications and WebSockets.
+"""The entry point of our HTTP servers: an ASGI middleware before all routes, mounted applications and WebSockets.
 
 A request enters only if
 1. `Host` names this machine, wherever the connection came over loopback. Any page in a browser can reach loopback
@@ -9,8 +9,8 @@ A request enters only if
 Paths that a server leaves open (its health, the files of its pages) need the first two alone. Programs send neither
 `Origin` nor `Sec-Fetch-Site`.
 
-Every response forbids foreign pages to frame it. If the request has a nonce, the response proves that the server knows the
-key, so a client can detect another server at the same port before it sends a secret.
+Every response forbids foreign pages to frame it. If the request has a nonce, the response proves that the server knows
+the key, so a client can detect another server at the same port before it sends a secret.
 """
 
 import hmac

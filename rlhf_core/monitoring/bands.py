@@ -1,4 +1,4 @@
-"""Monitors that hold a metric in a band: of any metric, and with the metric and the bounds of a known fault.
+"""Monitors that keep a metric in a band: any metric, or the metric of a known fault with its bounds.
 
 Each known fault has a preset or a class with its metric and bounds, so that a profile names it and nothing else:
 

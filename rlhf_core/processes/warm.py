@@ -29,7 +29,8 @@ from rlhf_core.processes.host import PipedProcess, start_command
 from rlhf_core.processes.warm_parent import REFUSED, REQUEST_BYTES
 
 REPLY_TIMEOUT_S = 60.0
-"""For the interpreter and its imports on a busy machine. A parent that user code has stopped is replaced after this time."""
+"""Seconds for the interpreter and its imports on a busy machine. A parent that user code has stopped is replaced
+then."""
 REPLY_BYTES = 64
 COMMAND_BYTES = 4096
 """Room for the command line of a worker."""
@@ -100,7 +101,10 @@ class WarmFork:
 
     @property
     def returncode(self) -> int | None:
-        """The status once the worker is reaped, else None. Without a parent nobody keeps its id, so we look."""
+        """The status once the worker is reaped, else None.
+
+        Without a parent nothing reserves its id, so it is checked.
+        """
         return self._status if self._status is not None or self._parent.is_alive() else self.poll()
 
     def poll(self) -> int | None:
@@ -210,7 +214,7 @@ def _process_state() -> tuple[object, ...]:
 
 
 def _forget() -> None:
-    """In a fork of this process: the parent belongs to the other one, and a thread that is gone may hold the lock."""
+    """Forget the parent in a fork of this process: it belongs to the original. A vanished thread may hold the lock."""
     global _FINDING
     _FINDING = threading.Lock()
     _current.clear()

@@ -48,7 +48,7 @@ class FailureSetting(Operational):
 
 
 BESIDE = "/./"
-"""Stands between the folder of a profile and a path that is written in it."""
+"""Separator between the folder of a profile and a path that is written in it."""
 
 
 def as_written(text: str) -> str:

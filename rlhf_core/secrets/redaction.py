@@ -32,7 +32,7 @@ _NO_SECRET_TOKENS = frozenset([
     "bad", "positive", "negative", "system", "assistant", "role", "tool", "space", "newline", "max", "min",
     "per", "each", "any"
 ])  # fmt: skip
-"""Words before `token` that make it a token of a text."""
+"""Words before `token` that make it a token of text."""
 _SECRET_PARAMETERS = frozenset({"key", "sig", "signature", "auth"})
 """Names that are secret only in the query of an address."""
 _SPACE = r"(?:\s+|%20|\+)"
@@ -73,7 +73,7 @@ _NAMED = re.compile(
 )
 """A name and its value: of a query, header, option or environment; in Python, in JSON, or in JSON inside a text."""
 _NO_VALUE = re.compile(r"env:|\$|%|\*|-|(?:none|null|true|false|\d|\.\.\.)$", re.IGNORECASE)
-"""Begin of a value that names, formats or hides a secret, or that means none."""
+"""Beginning of a value that names, formats or hides a secret, or that means none."""
 _DIGIT = re.compile(r"\d")
 _NUMBER = re.compile(r"[\d.,:eE+-]+")
 _LEAST_OF_TOKEN = 16
@@ -81,7 +81,7 @@ _LEAST_OF_TOKEN = 16
 _TOKEN_OF_A_TEXT = re.compile(r"\s|^<.*>$|^\[.*\]$|^$")
 
 
-# ---------------------------------------------------------------- what is one
+# ---------------------------------------------------------------- recognizing
 
 
 def is_secret_name(name: str) -> bool:

@@ -41,7 +41,7 @@ class GroupRewards:
 
 
 class AdvantageMethod(Config):
-    """An advantage estimator: its options are its fields. A subclass with a `type` in this folder is found by it."""
+    """An advantage estimator: its options are its fields. A subclass in this folder is registered under its `type`."""
 
     if TYPE_CHECKING:
         type: str

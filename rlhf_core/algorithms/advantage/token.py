@@ -106,7 +106,7 @@ def gae(rewards: Tensor, values: Tensor, loss_mask: Tensor, *, gamma: float, gae
     import numpy as np  # options are read without it
 
     given = rewards, values, loss_mask != 0
-    # Steps in rows: a column of a long batch lies in as many places of memory as there are answers. In NumPy, whose
+    # Steps in rows: a column of a long batch is scattered over memory, one place per answer. In NumPy, whose
     # calls take a third of the time at these sizes.
     rewards_LB, values_LB, action_LB = (x_BL.t().contiguous().cpu().numpy() for x_BL in given)
     advantages_LB = np.zeros_like(rewards_LB)

@@ -55,7 +55,7 @@ class PolicyBatch:
 
 
 class PolicyMethod(Config):
-    """A policy loss: its options are its fields. A subclass with a `type` in this folder is found by it."""
+    """A policy loss: its options are its fields. A subclass in this folder is registered under its `type`."""
 
     if TYPE_CHECKING:
         type: str

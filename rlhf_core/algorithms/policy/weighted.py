@@ -69,7 +69,7 @@ class SAPOLoss(PolicyMethod):
 class DPPOLoss(PolicyMethod):
     """Divergence PPO: a token is dropped when the update has moved its probability too far, not its ratio.
 
-    Formula: -w M rho A, M = 0 where D > threshold and the update moves further from pi_old, else 1; D is |pi - pi_old| or a binary KL.
+    Formula: -w M rho A, M = 0 where D > threshold and the update moves away from pi_old, else 1; D is |pi - pi_old| or a binary KL.
     Reference: arXiv 2602.04879.
 
     M is 0 for A > 0 and pi > pi_old, or A < 0 and pi < pi_old, where D is above the threshold. Above `ratio_cap` the

@@ -41,7 +41,10 @@ class PairBatch:
 
 
 class PreferenceMethod(Config):
-    """A loss on preference data: its options are its fields. A subclass with a `type` in this folder is found by it."""
+    """A loss on preference data: its options are its fields.
+
+    A subclass in this folder is registered under its `type`.
+    """
 
     if TYPE_CHECKING:
         type: str

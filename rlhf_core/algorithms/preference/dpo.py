@@ -113,7 +113,7 @@ class EXOLoss(ReferencedMethod):
 
     type: Literal["exo"] = "exo"
     label_smoothing: float = Field(0.001, gt=0, lt=0.5)
-    """The labels' doubt; the loss is infinite without."""
+    """Assumed share of wrong labels; with 0 the loss would be infinite."""
 
     def term(self, chosen_B: Tensor, rejected_B: Tensor) -> Tensor:
         logit_B = chosen_B - rejected_B
@@ -400,7 +400,8 @@ class CustomPreferenceLoss(CustomFunction, PreferenceMethod):
 
     type: Literal["custom"] = "custom"
     reference: bool = True
-    """Whether it compares with a reference. False spares the reference's pass; the function is given zeros for it."""
+    """Whether it compares with a reference. False skips the reference's forward pass; the function receives zeros
+    instead."""
 
     @property
     def uses_reference(self) -> bool:
