@@ -477,7 +477,7 @@ def clipped_value_loss(
     """0.5 sum of max((V_clip - R)^2, (V - R)^2) over `num_tokens`, the masked tokens of the whole step.
 
     Tensors [B, L]. V_clip = V_old + clamp(V - V_old, +-clip): arXiv 1707.06347's reference code, and
-    lm-human-preferences. `clip` None is the plain squared error; `num_tokens` None means the masked tokens of this call.
+    lm-human-preferences. `clip` None is the plain squared error; `num_tokens` None counts the tokens of this call.
     Metrics: `value_loss`, `value_clip_fraction`, `value_mean`.
     """
     # Masked first: a NaN outside the mask would come back through the square as a NaN gradient.

@@ -519,7 +519,7 @@ class ChatTemplate:
         loss_mask: list[int] = []
         pieces = self.pieces(segments)
         for (_, trained), tokens in zip(segments, pieces, strict=True):
-            # The last EOS ends the turn, or another end token if it has none, as in gpt-oss calls. Text that the template
+            # The last EOS ends the turn, or another end token if it has none, as gpt-oss calls. Text that a template
             # writes after it belongs to the next turn.
             found = self.ends.intersection(tokens) if trained else ()
             ends = {self.eos_id} if self.eos_id in found else found

@@ -284,7 +284,7 @@ def suite_report(
     """The accuracy of a reward model on a suite and on each subset of it, with intervals.
 
     `macro_accuracy` is the mean over subsets, each of equal weight. `cut` counts rows with an answer that is longer
-    than `max_length` tokens, which is scored up to that length, as in training.
+    than `max_length` tokens, which is scored up to that length, as in use.
     """
     asked: list[Column[int]] = []
     cut = 0

@@ -16,7 +16,7 @@ from rlhf_core.schema.base import CustomFunction, added_option
 class GRPOAdvantage(GroupAdvantage):
     """Group relative policy optimization: the standard score of a reward in its group.
 
-    Formula: (r - mean(r)) / (std(r) + eps), over the group; with std = "batch" the std is taken over all rewards of the step.
+    Formula: (r - mean(r)) / (std(r) + eps), over the group; with std = "batch" the std is over all rewards of the step.
     Reference: arXiv 2402.03300, section 4.1.2; batch: arXiv 2508.08221.
 
     The standard deviation is the sample's (divisor G - 1), as in the published implementations.

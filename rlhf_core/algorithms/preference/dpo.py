@@ -152,7 +152,7 @@ class DPONormLoss(ReferencedMethod):
 
     type: Literal["dpo_norm"] = "dpo_norm"
     beta: float = Field(5.0, gt=0)
-    """Strength of the pull to the reference; larger than `beta` of `dpo` by about the length of an answer."""
+    """Strength of the pull to the reference; about the length of an answer times the `beta` of `dpo`."""
 
     @property
     def sums_logprobs(self) -> bool:
