@@ -123,7 +123,7 @@ class Endpoint:
 
     @contextlib.asynccontextmanager
     async def session(self, engine: ProgramEngine) -> AsyncIterator[Session]:
-        """Open a session for an episode; afterwards its address is unknown."""
+        """Open a session for an episode; after the block its address is no longer served."""
         self._start()
         name = secrets.token_hex(8)
         conversation = self._sessions[name] = Conversation(self._template, engine)

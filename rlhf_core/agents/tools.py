@@ -1,4 +1,4 @@
-"""Tool calling: functions with schemas in the chat template, called where answers have `<tool_call>{json}</tool_call>`.
+"""Tool calling: functions that the policy calls by `<tool_call>{json}</tool_call>` in its answers.
 
 The format is the one in Hermes and Qwen templates: `{"name": ..., "arguments": {...}}`. A mistake in a call is reported
 to the policy as the tool's answer, so that it can correct it.

@@ -34,7 +34,7 @@ Report: TypeAlias = dict[str, Any]
 
 
 class JudgingStopped(Exception):
-    """Raised when the judge was interrupted; the verdicts so far are kept."""
+    """Raised when the judge was interrupted; verdicts so far are kept."""
 
 
 @dataclass(frozen=True, slots=True)

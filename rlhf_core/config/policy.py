@@ -1,4 +1,4 @@
-"""Configure PPO and related methods: `[ppo]`, with `[ppo.advantage] type`, `[ppo.loss] type` and so on in a profile.
+"""Configure PPO and related methods: `[ppo]`, with `[ppo.advantage] type`, `[ppo.loss] type` and so on.
 
 A bare name selects a method with its defaults: `advantage = "grpo"`.
 

@@ -189,7 +189,7 @@ class _Answer:
 
 
 def _common_ends(own: _Answer, theirs: _Answer) -> Iterator[tuple[int, int]]:
-    """Yield the token counts at which both tokenizations have decoded the same text."""
+    """Yield the token counts up to which both tokenizations have decoded the same text."""
     same = own.text.strip() == theirs.text.strip()
     (start, end), (teacher_start, teacher_end) = _edges(own.text, theirs.text), _edges(theirs.text, own.text)
     ours = own.places(start=start, end=end)

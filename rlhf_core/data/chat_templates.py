@@ -1,4 +1,4 @@
-"""Templates for models whose default one has no exact loss masks, and the tokens that mark turns or belong to answers.
+"""Templates for models whose default one has no exact loss masks, and the special tokens of templates.
 
 A template may rewrite earlier turns (for example, drop their reasoning): each answer is then a separate example. Two
 kinds of templates cannot be trained on. In the first, the generation prompt differs from the text before a rendered

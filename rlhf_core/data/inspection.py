@@ -1,4 +1,4 @@
-"""Describe rows of data files, and the tables that `prepare_data` would make of them (`rlhf data`, no tokenizer)."""
+"""Describe rows of data files, and the tables that `prepare_data` would make of them (`rlhf data`)."""
 
 import json
 from collections import Counter

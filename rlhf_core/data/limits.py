@@ -1,4 +1,4 @@
-"""Report dropped rows, and drop rows that exceed token limits or spell control tokens of the policy's tokenizer."""
+"""Report dropped rows, and drop rows that exceed token limits or contain control tokens of the policy's tokenizer."""
 
 from array import array
 from collections import Counter, defaultdict
@@ -140,7 +140,8 @@ Row: TypeAlias = Demonstration | Preference | Prompt | SteppedAnswer | Feedback
 
 _PROBE = (Message("user", "Hi"),)
 BATCH = 1 << 20
-"""Characters of the rows that are checked together: the tokenizer takes a few hundred bytes for each of their tokens."""
+"""Characters of the rows that are checked together. The tokenizer takes a few hundred bytes for each of their
+tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,9 +234,10 @@ def _batches(rows: Sequence[Row]) -> Iterator[list[Row]]:
 
 @dataclass(frozen=True, slots=True)
 class _Texts:
-    """The rendered text of a row in pieces: with each of its answers, or of a prompt without any.
+    """The rendered text of a row in pieces, one text with each of its answers, or the text of a prompt alone.
 
-    SFT trains earlier answers of a demonstration, too: `examples` are the pieces of its samples, if it has such answers.
+    SFT trains earlier answers of a demonstration, too: `examples` are the pieces of its samples, if it has such
+    answers.
     """
 
     answered: list[Segments]
@@ -253,7 +255,10 @@ class _Texts:
 
 @dataclass(frozen=True, slots=True)
 class _Reasons:
-    """Computes why rows are dropped. Only rows that may not fit, by the length of their texts, are tokenized."""
+    """Find the reasons why rows are dropped.
+
+    Only rows that may not fit, by the length of their texts, are tokenized.
+    """
 
     chat: ChatTemplate
     limits: TokenLimits

@@ -16,7 +16,7 @@ from rlhf_core.errors import DataError, side
 Row: TypeAlias = Mapping[str, Any]
 
 PROMPTS = ("prompt", "instruction", "question", "query", "problem", "input", "messages", "conversations")
-"""Names of columns that are the prompt of a pair, the first of them that a row has; `instruction` goes with `input`."""
+"""Names of columns with the prompt of a pair; the first one that a row has counts. `instruction` goes with `input`."""
 _PROMPTS = (*PROMPTS, "context", "history", "post", "ask", "request", "task", "user", "human")
 _NAMES = {
     "completion": ("completion", "response", "output", "answer", "reply", "target", "solution", "assistant"),
@@ -25,7 +25,7 @@ _NAMES = {
     "messages": ("messages", "conversations", "conversation", "dialogue", "dialog", "chat", "turns"),
     "text": ("text", "document", "body", "content"),
 }
-"""Column of a form -> names that data sets give it."""
+"""Column of a form -> the names that data sets give to it."""
 _FORMS = (("prompt", "chosen", "rejected"), ("chosen", "rejected"), ("prompt", "completion"), ("messages",), ("text",))
 _VERDICTS = (
     *("winner", "preference", "overall_preference", "preferred", "better", "choice", "verdict", "vote", "chosen"),

@@ -181,7 +181,7 @@ def _csv(path: Path, source: Source, delimiter: str = ",") -> Iterator[Record]:
 def _csv_rows(reader: csv.DictReader[str]) -> Iterator[tuple[int, dict[str, Any] | csv.Error]]:
     """Yield the first line of each row with the row, or with the error if it cannot be read.
 
-    Raises csv.Error for a quote that is never closed, because it may contain any number of rows.
+    Raises csv.Error for a quote that is never closed, because its text may contain any number of rows.
     """
     while True:
         first = reader.reader.line_num + 1

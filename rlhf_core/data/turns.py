@@ -1,7 +1,7 @@
-"""Read the turns of a conversation: `role`/`content`, ShareGPT's `from`/`value`, transcripts, tool calls and results.
+"""Read the turns of a conversation: `role`/`content`, `from`/`value`, transcripts, tool calls and results.
 
-Content may be a list of parts of text, and turns may be JSON text. Reasoning that is stored apart from the content of
-an answer is written before it, between `<think>` and `</think>`.
+The pair `from`/`value` is ShareGPT's. Content may be a list of parts of text, and turns may be JSON text. Reasoning
+that is stored apart from the content of an answer is written before it, between `<think>` and `</think>`.
 
 A call is kept as chat templates expect it, `{"type": "function", "function": {"name": ..., "arguments": {...}}}`, in
 the JSON text `Message.tool_fields` next to the content of its turn. The tools of a conversation stand in its first

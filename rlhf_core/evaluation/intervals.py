@@ -1,7 +1,8 @@
-"""Compute confidence intervals of means over prompts, in closed form: the same values always have the same interval.
+"""Compute confidence intervals of means over prompts, in closed form.
 
-The unit is the prompt: several values of one prompt are not independent, so they are averaged and count as one. With v_c
-the mean of prompt c, p_c its share of all values, m = sum_c p_c v_c, and z and t quantiles at the level:
+The same values always have the same interval. The unit is the prompt: several values of one prompt are not independent,
+so they are averaged and count as one. With v_c the mean of prompt c, p_c its share of all values, m = sum_c p_c v_c,
+and z and t quantiles at the level:
 
 - Values between bounds a and b, such as shares: two times z^2 / 2 pseudo-prompts are added, half of them at each bound, so
   that prompts which all agree do not make an interval of no width. For single answers this is the interval of Agresti and

@@ -1,4 +1,4 @@
-"""Evaluate reward models: accuracy with intervals, calibration, dependence on length, probes, suites, judged steps.
+"""Evaluate reward models: accuracy, calibration, dependence on length, probes, suites, judged steps.
 
 A probe edits answers by rule and measures how much the edit changes the reward. An edit that adds nothing (filler,
 lists, praise, white space) should not raise the reward. An edit that removes the answer (a refusal, a cut) should lower

@@ -1,4 +1,7 @@
-"""Create folders that only this user may enter, also in a temporary directory, where others may make the name first."""
+"""Create folders that only this user may enter, also in shared temporary directories.
+
+In a shared directory, another user may create a folder with the same name first.
+"""
 
 import contextlib
 import os

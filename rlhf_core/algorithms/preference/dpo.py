@@ -1,4 +1,4 @@
-"""Losses on pairs of answers: DPO and its relatives, losses of each answer separately, and reference-free losses."""
+"""Losses on pairs of answers: DPO and its relatives, losses of each answer separately, reference-free losses."""
 
 # Shape legend: B pairs of a batch. Tensors are [B]; log-probs are sums over the answer.
 
