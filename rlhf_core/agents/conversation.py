@@ -1,7 +1,7 @@
 """A conversation over the chat protocol, kept as its exact tokens.
 
-The client sends all messages with each request, as text. Those of earlier requests are compared with the ones that were
-kept; only new ones are rendered and tokenized, so the policy's own turns are never tokenized again. A client that changes
+The client sends all messages with each request, as text. Messages of earlier requests are compared with the kept ones.
+Only new messages are rendered and tokenized, so the policy's turns are never tokenized again. A client that changes
 earlier messages (it summarizes, drops its thoughts, starts over) is refused: its request has no exact tokens.
 """
 
@@ -42,7 +42,7 @@ class RequestRefused(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """A call of a tool as the protocol has it; `arguments` is JSON with sorted keys."""
+    """A tool call in the format of the protocol; `arguments` is JSON with sorted keys."""
 
     name: str
     arguments: str
@@ -88,13 +88,13 @@ class Conversation:
     async def chat(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = (), max_tokens: int = 0
     ) -> PolicyTurn:
-        """Return the policy's next turn. RequestRefused, or EpisodeCut if none is left."""
+        """Sample the policy's next turn. Raises RequestRefused, or EpisodeCut if no turn is left."""
         sent = tuple(map(chat_message, messages))
         key = ("chat", sent, json.dumps(list(tools), sort_keys=True))
         return await self._once(key, lambda: self._chat(sent, tools, max_tokens))
 
     async def continue_text(self, prompt: str | Sequence[int], *, max_tokens: int = 0) -> PolicyTurn:
-        """Return the policy's next turn; `prompt` is the whole conversation so far."""
+        """Sample the policy's next turn; `prompt` is the whole conversation so far."""
         key = ("text", prompt if isinstance(prompt, str) else tuple(prompt))
         return await self._once(key, lambda: self._continue(prompt, max_tokens))
 
@@ -170,7 +170,7 @@ class Conversation:
         return self._kept(PolicyTurn(prompt_ids, answer, ChatMessage("assistant", answer.text)))
 
     def _text_ids(self, prompt: str) -> Column[int]:
-        """Return the tokens of `prompt`, of which only the new end is tokenized."""
+        """The tokens of `prompt`, of which only the new end is tokenized."""
         text = self._text or ""
         if not prompt.startswith(text):
             raise RequestRefused(
@@ -199,7 +199,10 @@ class Conversation:
 
 
 def chat_message(message: Mapping[str, Any]) -> ChatMessage:
-    """Return a message of the chat protocol. RequestRefused if it has another form, or a part that no template can show."""
+    """Parse a message of the chat protocol.
+
+    Raises RequestRefused if it has another form, or a part that no template can show.
+    """
     try:
         return _chat_message(message)
     except (AttributeError, KeyError, TypeError) as error:
@@ -223,7 +226,7 @@ def _chat_message(message: Mapping[str, Any]) -> ChatMessage:
 
 
 def tool_use(function: Mapping[str, Any]) -> ToolUse:
-    """Return a call; arguments that are no JSON stay as they are."""
+    """Parse a call; arguments that are not JSON stay unchanged."""
     arguments = function.get("arguments") or "{}"
     try:
         return ToolUse(str(function["name"]), sorted_json(json.loads(arguments)))
@@ -232,7 +235,7 @@ def tool_use(function: Mapping[str, Any]) -> ToolUse:
 
 
 def sorted_json(value: Any) -> str:
-    """Return `value` as JSON that equal values share, without half surrogate pairs, which no answer can hold."""
+    """Encode `value` as JSON that equal values share, without half surrogate pairs, which no answer can hold."""
     return encodable(json.dumps(value, ensure_ascii=False, sort_keys=True))
 
 
@@ -269,16 +272,16 @@ class Transcript:
 
     @property
     def room(self) -> int:
-        """Return how many tokens still fit."""
+        """The number of tokens that still fit."""
         return self._limit - len(self.prompt_ids) - len(self._token_ids)
 
     @property
     def turns(self) -> int:
-        """Return how many turns were sampled."""
+        """The number of sampled turns."""
         return len(self._spans)
 
     def request(self, max_tokens: int) -> SamplingRequest:
-        """Return the request for the next turn: at most `max_tokens` tokens, and no more than fit.
+        """The request for the next turn: at most `max_tokens` tokens, and no more than fit.
 
         The first turn has the episode's seed, so that an episode of one turn equals plain sampling.
         """
@@ -287,14 +290,14 @@ class Transcript:
         )
 
     def add_action(self, turn: Completion) -> None:
-        """Append a sampled turn as it is."""
+        """Append a sampled turn unchanged."""
         start = len(self._token_ids)
         self._token_ids += turn.token_ids
         self._logprobs += turn.logprobs
         self._spans.append(ActionSpan(start, len(self._token_ids), turn.policy_version))
 
     def add_text(self, token_ids: Sequence[int]) -> bool:
-        """Append the environment's tokens; return whether they fit and leave room for a token to sample."""
+        """Append the environment's tokens. The result tells whether they fit and leave room for a token to sample."""
         if len(token_ids) >= self.room:
             return False
         self._token_ids += token_ids
@@ -314,7 +317,7 @@ class Transcript:
     def result(
         self, decode: Callable[[Sequence[int]], str], *, finish_reason: FinishReason, failure: str = ""
     ) -> EpisodeResult:
-        """Return the episode up to its last sampled token."""
+        """The episode up to its last sampled token."""
         end = self._spans[-1].end if self._spans else 0
         completion = Completion(
             token_ids=ids(self._token_ids[:end]),
@@ -332,7 +335,7 @@ class Transcript:
 
 
 def turn_seed(seed: int, turn: int) -> int:
-    """Return the seed of a turn of an episode; the first one's is the episode's own.
+    """The seed of a turn of an episode; the first turn has the episode's seed.
 
     >>> turn_seed(7, 0)
     7

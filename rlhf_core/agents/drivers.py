@@ -1,7 +1,7 @@
 """Drive one episode: observations become sampling requests, completions become calls of the environment's session.
 
-`EnvironmentDriver` is for environments: the driver writes the conversation. `ProgramDriver` is for programs: they write it,
-and the driver checks that it holds exactly what was sampled.
+`EnvironmentDriver` is for environments: the driver writes the conversation. `ProgramDriver` is for programs: they write
+it, and the driver checks that it holds exactly the sampled tokens.
 """
 
 from collections.abc import Mapping
@@ -60,7 +60,7 @@ class EnvironmentDriver:
         return "step", (completion.text, {"turn": self._text.turns - 1, "truncated": self._cut})
 
     def result(self, failure: str = "") -> EpisodeResult:
-        """Return the episode up to its last sampled token."""
+        """The episode up to its last sampled token."""
         return self._text.result(self._chat.decode, finish_reason=self.finished or "stop", failure=failure)
 
     def _begun(self, added: str | None) -> SamplingRequest:
@@ -126,7 +126,7 @@ class ProgramDriver:
         return "answer", (turn,)
 
     def result(self, failure: str = "") -> EpisodeResult:
-        """Return the episode; of one that failed, the turns that follow each other."""
+        """The result of the episode; if it failed, only with the turns that continue each other."""
         text = self._text or self._conversation(self._turns, strict=False)
         return text.result(self._chat.decode, finish_reason=self.finished or "stop", failure=failure)
 
@@ -158,7 +158,10 @@ class ProgramDriver:
         self.finished = "length" if result.truncated else "stop"
 
     def _chosen(self, result: ProgramResult) -> list[tuple[Column[int], Completion]]:
-        """Return the turns that the result names by their ranges; EpisodeFailed if one was not sampled like that."""
+        """Find the turns that the result names by their ranges.
+
+        Raises EpisodeFailed if one was not sampled like that.
+        """
         chosen = []
         for start, end in result.actions:
             found = [
@@ -194,7 +197,7 @@ EpisodeDriver: TypeAlias = EnvironmentDriver | ProgramDriver
 
 
 def with_added(messages: tuple[Message, ...], added: str) -> tuple[Message, ...]:
-    """Return `messages` with a text added to the last user turn, after an empty line.
+    """Add a text to the last user turn of `messages`, after an empty line.
 
     >>> with_added((Message("user", "Guess."),), "From 1 to 9.")[-1].content
     'Guess.\\n\\nFrom 1 to 9.'
@@ -205,7 +208,7 @@ def with_added(messages: tuple[Message, ...], added: str) -> tuple[Message, ...]
 
 
 def prompt_columns(prompt: Prompt, text: str) -> Mapping[str, Any]:
-    """Return the columns of a prompt that an environment gets; `text` is the rendered prompt.
+    """The columns of a prompt that an environment receives; `text` is the rendered prompt.
 
     >>> prompt_columns(Prompt("q", (Message("user", "Hi"),), '{"secret": 4}', "test"), "")["secret"]
     4

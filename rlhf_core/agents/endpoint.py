@@ -1,8 +1,9 @@
 """Serve the policy at an OpenAI-compatible endpoint, for agents that only know that protocol.
 
-It serves `/session/<id>/v1/chat/completions`, `.../completions` and `.../models` on 127.0.0.1, so that a base URL alone identifies
-the episode of a request; the API key is the run's. How tokens are drawn is the stage's configuration: a client's temperature
-and the like are ignored with a warning, what would change the answer's form (`n`, `stop`, ...) is refused.
+It serves `/session/<id>/v1/chat/completions`, `.../completions` and `.../models` on 127.0.0.1, so that a base URL alone
+identifies the episode of a request; the API key is the run's. The stage's configuration decides how tokens are sampled:
+a client's temperature and the like are ignored with a warning, and parameters that would change the answer's form (`n`,
+`stop`, ...) are refused.
 """
 
 import asyncio
@@ -72,7 +73,7 @@ class CompletionRequest(BaseModel):
 
     @property
     def most_tokens(self) -> int:
-        """Return the client's limit of the turn in tokens, 0 for none."""
+        """The client's limit of the turn in tokens, 0 for none."""
         return self.max_completion_tokens or self.max_tokens or 0
 
 
@@ -92,7 +93,7 @@ class TextCompletionRequest(CompletionRequest):
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        yield  # the process is not ours: its signals stay as they are
+        yield  # the process is not ours: its signals stay unchanged
 
 
 class Session:
@@ -122,7 +123,7 @@ class Endpoint:
 
     @contextlib.asynccontextmanager
     async def session(self, engine: ProgramEngine) -> AsyncIterator[Session]:
-        """Open a session for an episode; afterwards its address is unknown."""
+        """Open a session for an episode; after the block its address is no longer served."""
         self._start()
         name = secrets.token_hex(8)
         conversation = self._sessions[name] = Conversation(self._template, engine)
@@ -145,13 +146,13 @@ class Endpoint:
         listening = socket.create_server(("127.0.0.1", 0))
         self._address = f"http://127.0.0.1:{listening.getsockname()[1]}"
         server = _Server(limited(self.app(), lifespan="off"))
-        # A context of its own: the server is not part of the episode that happens to come first.
+        # A separate context: the server is not part of the episode that happens to come first.
         self._serving = asyncio.get_running_loop().create_task(
             server.serve(sockets=[listening]), context=contextvars.Context()
         )
 
     def app(self) -> Door:
-        """Return the application of all sessions, which needs the run's API key."""
+        """The application of all sessions, which needs the run's API key."""
         routes = [
             Route("/session/{name}/v1/chat/completions", self._chat, methods=["POST"]),
             Route("/session/{name}/v1/completions", self._complete, methods=["POST"]),
@@ -260,7 +261,7 @@ class Endpoint:
 
 
 def reply(kind: str, wanted: CompletionRequest, turn: PolicyTurn, choice: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return the answer to a request; with `return_token_ids` it holds the tokens as vLLM's server does."""
+    """The answer to a request; with `return_token_ids` it contains the tokens in the format of vLLM's server."""
     prompt, said = len(turn.prompt_ids), len(turn.answer.token_ids)
     body: dict[str, Any] = {
         "id": name,
@@ -289,6 +290,6 @@ async def events(body: dict[str, Any]) -> AsyncIterator[str]:
 
 
 def problem(status: int, code: str, message: str) -> JSONResponse:
-    """Return an error as OpenAI's clients read it."""
+    """An error in the format that OpenAI's clients parse."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return JSONResponse({"error": {"message": message, "type": kind, "code": code}}, status_code=status)

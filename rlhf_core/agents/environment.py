@@ -1,6 +1,6 @@
 """The interface of a user's environment for one episode: `reset` and `step`, plain or `async`.
 
-It lives in a process of its own. A failure there (an exception, a hang, a crash) ends the episode as failed: it is counted
+It runs in a separate process. A failure there (an exception, a hang, a crash) ends the episode as failed: it is counted
 and left out, never scored 0.
 """
 
@@ -16,8 +16,8 @@ Observation = str | Sequence[Mapping[str, str]]
 class StepResult:
     """Result of a turn of the policy.
 
-    `reward` belongs to the turn; an episode earns their sum. `extras` are figures to log as `episode/<name>`; of one that
-    is reported in several turns the last counts.
+    `reward` belongs to the turn; an episode earns their sum. `extras` are figures to log as `episode/<name>`; if
+    several turns report the same name, the last value counts.
 
     >>> StepResult("higher", reward=0.1).done
     False
@@ -32,8 +32,9 @@ class StepResult:
 class Environment:
     """One episode. Subclassing is not needed; both methods may be `async`, and there may be a `close()`.
 
-    Write `async def` where it waits for others: the episodes of a process wait together. While the code runs, the global
-    generators of `random`, `numpy` and `torch` belong to the episode alone, seeded from its seed.
+    Use `async def` for methods that wait (on a server, for example), so that the episodes of a process wait at the same
+    time. While the code runs, the global generators of `random`, `numpy` and `torch` belong to the episode alone,
+    seeded from its seed.
 
     >>> class Echo(Environment):
     ...     def step(self, action, **info):
@@ -45,8 +46,8 @@ class Environment:
     def reset(self, prompt: Mapping[str, Any], seed: int) -> str | None:
         """Begin the episode; return an addition to the prompt's last user turn, or None.
 
-        `prompt` holds `id`, `messages` (role, content), `label`, `source`, `text` (as it is rendered), `sampling` and, where
-        the label is a JSON object, its keys.
+        `prompt` holds `id`, `messages` (role, content), `label`, `source`, `text` (the rendered prompt), `sampling`
+        and, where the label is a JSON object, its keys.
         """
         return None
 

@@ -1,8 +1,8 @@
 """Give each episode its own random numbers, in a process that runs many episodes on one event loop.
 
-Before each resumption of an episode's code the global generators of `random`, `numpy` and `torch` get the episode's state,
-so its samples do not depend on the episodes beside it. Its ticket is written where the parent process can read it even
-after a crash, so a hang is attributed to the right episode.
+Before each resumption of an episode's code the global generators of `random`, `numpy` and `torch` get the episode's
+state, so its samples do not depend on the other episodes. Its ticket is written where the parent process can read it
+even after a crash, so a hang is attributed to the right episode.
 """
 
 import random
@@ -76,7 +76,7 @@ def _resumed(code: Coroutine[Any, Any, Any], rng: EpisodeRng) -> Generator[Any, 
 
 
 def _generators() -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[int], Any]]]:
-    """Return name -> (read, write, seed) of the global generators of the libraries that are in use."""
+    """Map each random library in use to the (read, write, seed) functions of its global generator."""
     found: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[int], Any]]] = {
         "random": (random.getstate, random.setstate, random.seed)
     }

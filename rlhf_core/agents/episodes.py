@@ -1,8 +1,8 @@
 """Run episodes: the sampler generates the policy's turns, environments in other processes answer them.
 
-In **lockstep** the turns of all live episodes are sampled in one batch, then all environments step: the same requests make
-the same batches, so a restart gives the same bytes. In **continuous** mode a turn is sampled as soon as its environment
-has answered, while others go on being sampled.
+In **lockstep** the turns of all live episodes are sampled in one batch, then all environments step: the same requests
+make the same batches, so a restart gives the same bytes. In **continuous** mode a turn is sampled as soon as its
+environment has answered, while others are still being sampled.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from rlhf_core.types import Column, Completion, Prompt, SamplingRequest, plain_t
 LOOK_EVERY_S = 0.2
 """Seconds between two checks for hung processes while waiting."""
 GATHER_S = 0.02
-"""Seconds that an idle engine waits for more requests after the first: those that begin together make full batches."""
+"""Seconds that an idle engine waits for more requests after the first. Requests that begin together make full
+batches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ def play_episodes(
     config: EpisodeLimits,
     sampling: SamplingConfig,
 ) -> list[EpisodeResult]:
-    """Return the results of the episodes, in order; of one that failed, `completion.failure` is the reason."""
+    """Run the episodes and collect their results, in order. A failed one has the reason in `completion.failure`."""
     pool = _EpisodePool(environments, Rules(chat, config, sampling))
     slots = [pool.add(episode) for episode in episodes]
     if config.scheduling == "lockstep":
@@ -103,7 +104,7 @@ class _Slot:
     result: EpisodeResult | None = field(default=None)
 
     def take_request(self) -> SamplingRequest:
-        """Return the request, which is being sampled from now on."""
+        """Take the request, which is being sampled from now on."""
         assert self.request is not None
         request, self.request, self.sampling = self.request, None, True
         return request
@@ -120,7 +121,7 @@ class _EpisodePool:
 
     @property
     def live(self) -> bool:
-        """Return whether any episode is still running."""
+        """Whether any episode is still running."""
         return bool(self._by_ticket)
 
     def add(self, episode: Episode) -> _Slot:
@@ -129,15 +130,15 @@ class _EpisodePool:
         return slot
 
     def requesting(self) -> list[_Slot]:
-        """Return the episodes that wait for a turn of the policy, in order of their tickets."""
+        """The episodes that wait for a turn of the policy, in order of their tickets."""
         return [slot for _, slot in sorted(self._by_ticket.items()) if slot.request is not None]
 
     def waiting_for_environments(self) -> bool:
-        """Return whether any environment has not answered yet."""
+        """Whether any environment has not answered yet."""
         return any(slot.request is None and not slot.sampling for slot in self._by_ticket.values())
 
     def receive(self, timeout_s: float) -> bool:
-        """Handle the events of environments, waiting up to `timeout_s` for one; return whether there was any."""
+        """Handle the events of environments, waiting up to `timeout_s` for one. True if there was any."""
         events = self._environments.events(timeout_s=timeout_s)
         for event in events:
             slot = self._by_ticket.get(event.ticket)

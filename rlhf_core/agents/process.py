@@ -25,9 +25,10 @@ from rlhf_core.user_code.dependencies import check_file_digests
 from rlhf_core.user_code.sources import user_code_environment
 
 START_TIMEOUT_S = 300.0
-"""For the interpreter and the imports of the user's module, which may be torch on a busy machine."""
+"""Seconds for the interpreter and the imports of the user's module, which may be torch on a busy machine."""
 GRACE_S = 2.0
-"""After the deadline of a step: then code that does not `await` is taken for hung, and its process is killed."""
+"""Seconds after the deadline of a step. Code that does not `await` until then counts as hung, and its process is
+killed."""
 
 LOG = logging.getLogger(__name__)
 
@@ -46,9 +47,9 @@ class Event:
 class Environments:
     """Environments in `config.processes` processes, each episode known by a ticket.
 
-    ConfigError if the user's code cannot be loaded, or has changed: `functions` and `files` are the digests by which the
-    key of the stage was made; what the code reads beyond them is noted in the file `notes`. `tokenizer` is the folder of a
-    tokenizer, read only by agents that tokenize; `key` names the agent in errors.
+    ConfigError if the user's code cannot be loaded, or has changed: `functions` and `files` are the digests from which
+    the key of the stage was computed; other files that the code reads are noted in the file `notes`. `tokenizer` is the
+    folder of a tokenizer, read only by agents that tokenize; `key` names the agent in errors.
 
     >>> with Environments(config, tokenizer="policy") as environments:            # doctest: +SKIP
     ...     ticket = environments.begin(prompt, seed=7)
@@ -108,7 +109,7 @@ class Environments:
             child.send(Call(ticket, "end", (), self.config.step_timeout_s))
 
     def events(self, *, timeout_s: float) -> list[Event]:
-        """Return new events, waiting up to `timeout_s` for the first; a dead process is replaced."""
+        """Collect new events, waiting up to `timeout_s` for the first; a dead process is replaced."""
         found: list[Event] = []
         with contextlib.suppress(queue.Empty):
             found += self._received(*self._inbox.get(block=timeout_s > 0, timeout=timeout_s or None))
@@ -157,7 +158,7 @@ class Environments:
 
 
 class _Child:
-    """One process, and what is known of its replies."""
+    """One process, and the state of its replies."""
 
     def __init__(
         self, given: tuple[AgentConfig, str, Mapping[str, str], str, str], inbox: queue.SimpleQueue[tuple[_Child, Any]]
@@ -214,11 +215,11 @@ class _Child:
         self.owed.pop(ticket, None)
 
     def silent_s(self) -> float:
-        """Return for how long it has owed a reply without giving any."""
+        """Seconds for which it has owed a reply without giving any."""
         return time.monotonic() - self._last_reply if self.owed else 0.0
 
     def running(self) -> int:
-        """Return the ticket of the episode whose code ran last, NO_EPISODE if none was running."""
+        """The ticket of the episode whose code ran last, NO_EPISODE if none was running."""
         return int(struct.unpack("q", os.pread(self._beacon.fileno(), 8, 0))[0])
 
     def kill(self) -> None:

@@ -22,11 +22,11 @@ SESSION = ProgramSession
 PROMPT_FIELDS = ("id", "messages", "source")
 """Fields of a prompt that a program receives unless it is given the label."""
 SHOWN_CHARACTERS = 2000
-"""Of a program's errors, from the end."""
+"""Number of characters shown of a program's errors, counted from the end."""
 
 
 def open_agent(config: ProgramAgent, *, tokenizer: str, **_: Any) -> Program:
-    """Return the command as a program; all its episodes share one endpoint."""
+    """Wrap the command as a program; all its episodes share one endpoint."""
     endpoint = Endpoint(ChatTemplate.load(Path(tokenizer)), request_timeout_s=config.request_timeout_s)
 
     async def program(prompt: Mapping[str, Any], seed: int, engine: ProgramEngine) -> ProgramResult:
@@ -58,7 +58,7 @@ async def run(command: tuple[str, ...], environment: Mapping[str, str], line: st
 
 
 def earned(output: str) -> dict[str, Any]:
-    """Return `rewards` and `extras` of a program's last line; no rewards where it is no JSON object with a `reward`.
+    """Parse `rewards` and `extras` from a program's last line; no rewards unless it is a JSON object with a `reward`.
 
     >>> earned('thinking\\n{"reward": 1, "tries": 3}\\n')
     {'rewards': (1.0,), 'extras': {'tries': 3.0}}
@@ -84,7 +84,7 @@ def earned(output: str) -> dict[str, Any]:
 
 
 def describe_failure(command: tuple[str, ...], status: int, errors: str) -> str:
-    """Return why a command's episode could not be played."""
+    """Describe why a command's episode could not be played."""
     shown = without_secrets(errors.strip())[-SHOWN_CHARACTERS:]
     how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
     return explain("agent.command", list(command), f"{how}:\n{shown}", "run it by hand with a line of JSON as input")

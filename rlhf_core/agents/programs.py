@@ -1,7 +1,7 @@
 """Run agent programs: code that drives an episode itself and requests turns, in the child process of `process`.
 
-A program is `async (prompt, seed, engine) -> ProgramResult`. What it gets from `engine.generate` is sampled by the driver
-and kept there, so its tokens cannot be changed on the way: the result only lists the turns that count and their rewards.
+A program is `async (prompt, seed, engine) -> ProgramResult`. The driver samples each turn of `engine.generate` and
+keeps its tokens, so they cannot be changed on the way: the result only lists the turns that count and their rewards.
 """
 
 import asyncio
@@ -38,10 +38,10 @@ class Answer:
 class ProgramResult:
     """The result of an episode.
 
-    `rewards` are of the turns that count, in order; of fewer the last stands at the last turn. `token_ids` is the whole
-    conversation with the prompt, and `actions` its sampled (start, end) ranges; without them all turns count, and each
-    must have been requested with the turns before it as the beginning of its prompt. Dynamic sampling uses `score`, if it is
-    given, in place of the reward.
+    `rewards` belong to the turns that count, in order. If there are fewer rewards than turns, the last turn gets their
+    sum. `token_ids` is the whole conversation with the prompt, and `actions` its sampled (start, end) ranges; without
+    them all turns count, and the prompt of each must begin with the turns before it. Dynamic sampling uses `score`, if
+    it is given, in place of the reward.
     """
 
     rewards: tuple[float, ...]
@@ -61,7 +61,7 @@ class EpisodeFailed(Exception):
 
 
 def rewarded(result: ProgramResult, *, needed: bool) -> ProgramResult:
-    """Return `result`; EpisodeFailed if it has no reward and one is needed: it would earn 0."""
+    """Check that `result` has a reward if one is needed. Raises EpisodeFailed otherwise: the episode would earn 0."""
     if needed and not result.rewards:
         raise EpisodeFailed("it ended without any reward (needs_reward = false takes rewards from elsewhere)")
     return result
@@ -78,9 +78,9 @@ class ProgramEngine:
         self._answer: asyncio.Future[Answer] | None = None
 
     async def generate(self, prompt_ids: tuple[int, ...], *, max_tokens: int = 0) -> Answer:
-        """Return the policy's continuation of `prompt_ids`.
+        """Sample the policy's continuation of `prompt_ids`.
 
-        EpisodeCut if no turn is left; RuntimeError if another one is still being sampled.
+        Raises EpisodeCut if no turn is left, and RuntimeError if another one is still being sampled.
         """
         if self._answer is not None:
             raise RuntimeError(
@@ -94,11 +94,11 @@ class ProgramEngine:
             self._answer = None
 
     async def next_request(self) -> Ask:
-        """Return the next turn that the program requests."""
+        """Wait for the next turn that the program requests."""
         return await self._requests.get()
 
     def answer(self, answer: Answer | str) -> None:
-        """Pass on the requested turn, or the reason why there is none."""
+        """Pass on the requested turn, or the reason why none is left."""
         if self._answer is None or self._answer.done():
             return
         if isinstance(answer, str):
@@ -124,7 +124,10 @@ class ProgramSession:
         return await self._next()
 
     async def answer(self, answer: Answer | str) -> ProgramEvent:
-        """Go on with the turn that was sampled, or with why there is none; return the next request, or the result."""
+        """Continue with the sampled turn, or with the reason why none is left.
+
+        The result is the next request or the end.
+        """
         self._engine.answer(answer)
         return await self._next()
 

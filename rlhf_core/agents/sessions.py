@@ -1,7 +1,7 @@
 """Open a session for each episode of the child process, by the configuration's `type`.
 
-A session has `begin(prompt, seed)`, then `step(...)` (environments) or `answer(...)` (programs), and `close()`; each returns
-what happened as (kind, value). The modules of other agents are in `AGENT_MODULES`, by their `type`.
+A session has `begin(prompt, seed)`, then `step(...)` (environments) or `answer(...)` (programs), and `close()`; each
+returns an event as (kind, value). The modules of other agents are in `AGENT_MODULES`, by their `type`.
 """
 
 import importlib
@@ -29,7 +29,7 @@ class Sessions:
 
     @property
     def programs(self) -> bool:
-        """Return whether the sessions run programs, and not environments."""
+        """Whether the sessions run programs, and not environments."""
         return isinstance(self.open(), ProgramSession)
 
 
@@ -66,9 +66,10 @@ class EnvironmentSession:
 def open_sessions(
     config: AgentConfig, *, tokenizer: str, code: Mapping[str, str] = NO_DIGESTS, notes: str = ""
 ) -> Sessions:
-    """Load the user's code; ConfigError if it cannot be, or has another digest than in `code`.
+    """Load the user's code. Raises ConfigError if it cannot be loaded, or has another digest than in `code`.
 
-    What it reads beyond its key is noted in the file `notes`. `tokenizer` is a folder, read only by agents that tokenize.
+    Files that it reads beyond its key are noted in the file `notes`. `tokenizer` is a folder, read only by agents that
+    tokenize.
     """
     match config:
         case EnvironmentAgent():
@@ -86,12 +87,12 @@ def open_sessions(
 
 
 async def await_value(value: Any) -> Any:
-    """Return `value`, awaited if it can be: methods may be plain or `async`."""
+    """Await `value` if it is awaitable: methods may be plain or `async`."""
     return await value if inspect.isawaitable(value) else value
 
 
 def wanted_keywords(function: Callable[..., Any]) -> frozenset[str] | None:
-    """Return the names that `function` takes besides the first parameter; None if it takes all."""
+    """The names of the parameters of `function` after the first; None if it accepts any keyword."""
     parameters = list(inspect.signature(function).parameters.values())
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None
@@ -99,10 +100,10 @@ def wanted_keywords(function: Callable[..., Any]) -> frozenset[str] | None:
 
 
 def checked_step(result: Any) -> StepResult:
-    """Return `result` if it is a StepResult of the right shape, its numbers as floats; TypeError otherwise."""
+    """Check that `result` is a StepResult of the right shape, and convert its numbers to floats. Raises TypeError."""
     if not isinstance(result, StepResult):
         raise TypeError(f"step returned a {type(result).__name__}; it must return a StepResult")
-    observation: Any = result.observation  # what a user gave
+    observation: Any = result.observation  # set by the user's code
     if isinstance(observation, str):
         observation = plain_text(observation)
     elif not isinstance(observation, Sequence):

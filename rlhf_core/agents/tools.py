@@ -1,7 +1,7 @@
-"""Tool calling: functions whose schemas the chat template shows, called where an answer holds `<tool_call>{json}</tool_call>`.
+"""Tool calling: functions that the policy calls by `<tool_call>{json}</tool_call>` in its answers.
 
-The format is that of Hermes and Qwen templates: `{"name": ..., "arguments": {...}}`. A mistake in a call is
-reported to the policy as the tool's answer, so that it can correct it.
+The format is the one in Hermes and Qwen templates: `{"name": ..., "arguments": {...}}`. A mistake in a call is reported
+to the policy as the tool's answer, so that it can correct it.
 """
 
 import inspect
@@ -67,16 +67,14 @@ class ToolEnvironment:
                 inspect.signature(function).bind(**call.arguments)
                 result = function(**call.arguments)
                 return as_text(await result if inspect.isawaitable(result) else result)
-            except (
-                Exception
-            ) as error:  # the policy's arguments are as likely the cause as the tool: report it to the policy
+            except Exception as error:  # may be caused by the policy's arguments: report it to the policy
                 problem = without_secrets(f"{type(error).__name__}: {error}")
         self._failures += 1
         return f"error: {problem}"
 
 
 def parse_calls(text: str) -> list[ToolCall]:
-    """Return the tool calls of an answer, in order.
+    """Find the tool calls of an answer, in order.
 
     >>> parse_calls('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
     [ToolCall(name='add', arguments={'a': 1}, problem='')]
@@ -107,12 +105,15 @@ def _parsed(body: str) -> ToolCall:
 
 
 def as_text(result: Any) -> str:
-    """Return a tool's result as the policy reads it: text as it is, anything else as JSON."""
+    """Format a tool's result for the policy: text unchanged, anything else as JSON."""
     return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
 
 
 def load_tools(specs: Sequence[str], *, code: Mapping[str, str] = NO_DIGESTS, notes: str = "") -> dict[str, Tool]:
-    """Return name -> tool; ConfigError if a function has no types, or a docstring that does not describe its arguments."""
+    """Load the tools by name.
+
+    Raises ConfigError if a function has no types, or a docstring that does not describe its arguments.
+    """
     from transformers.utils import get_json_schema  # 1.7 s, and only this function needs it
 
     tools: dict[str, Tool] = {}

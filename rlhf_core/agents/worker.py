@@ -42,7 +42,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class SessionEvent:
-    """The result of a call: one of the session's own kinds, or `raised` (with a traceback) or `late`."""
+    """The result of a call: a kind of the session, or `raised` (with a traceback) or `late`."""
 
     ticket: int
     kind: str

@@ -1,31 +1,31 @@
 """Knowledge distillation: a student matched to a teacher's distribution at every trained token.
 
 Kinds, with P the teacher and Q the student: `forward` KL(P || Q) covers the teacher's modes; `reverse` KL(Q || P) seeks
-one; `jsd` is the generalized Jensen-Shannon divergence of GKD (arXiv 2306.13649 eq. 1),
-b KL(P || M) + (1-b) KL(Q || M) with M = b P + (1-b) Q. As in TRL, b = 0 means the forward and b = 1 the reverse KL,
-to which the divergence is proportional there, and not the 0 that the formula gives.
+one; `jsd` is the generalized Jensen-Shannon divergence of GKD (arXiv 2306.13649 eq. 1), b KL(P || M) + (1-b) KL(Q || M)
+with M = b P + (1-b) Q. As in TRL, b = 0 means the forward and b = 1 the reverse KL, to which the divergence is
+proportional there, and not the 0 that the formula gives.
 
 Only selected positions come in: pick the trained tokens first. No factor temperature^2 is applied: the loss is the
 divergence itself. `tokens`: number of positions in the optimizer step (default: the positions of this call).
 
 Universal logit distillation (ULD): a student and a teacher whose tokenizers and vocabularies differ.
 
-ULD (Boizard et al., arXiv 2402.12030) compares the two distributions by their sorted probabilities, whatever the tokens
-are called. With P the student, Q the teacher, both sorted in decreasing order and padded with zeros to equal length, its
-Wasserstein distance has a closed form:
+ULD (Boizard et al., arXiv 2402.12030) compares the two distributions by their sorted probabilities, independent of the
+names of tokens. With P the student, Q the teacher, both sorted in decreasing order and padded with zeros to equal
+length, its Wasserstein distance has a closed form:
 
     W_1(t) = sum_i |P_(i)(t) - Q_(i)(t)|
 
 The paper compares the t-th token of one with the t-th token of the other. Here t is a group: the fewest tokens of each
-model that spell the same piece of the answer, as in TRL's GOLD ("Unlocking On-Policy Distillation for Any Model Family",
-2025). The probability of a group's text x_1 ... x_n is the product over its tokens. Its outcomes are what a model may write
-instead: the whole text, or the first i - 1 tokens and then another token y than x_i:
+model that spell the same piece of the answer, as in TRL's GOLD ("Unlocking On-Policy Distillation for Any Model
+Family", 2025). The probability of a group's text x_1 ... x_n is the product over its tokens. Its outcomes are the
+continuations that a model may write: the whole text, or the first i - 1 tokens and then another token y than x_i:
 
     P(text) = prod_i p(x_i | x_<i)          P(leave at i to y) = p(y | x_<i) prod_(j<i) p(x_j | x_<j),  y != x_i
 
 They add up to 1 for any n. For groups of one token on both sides the outcomes are the vocabularies, and the loss is the
-paper's. (GOLD has one outcome for each first token and multiplies all of them by prod_(j>1) p(x_j): they add up to less than
-1, so that a student which gives every text the teacher's probability still has a loss.)
+paper's. (GOLD has one outcome for each first token and multiplies all of them by prod_(j>1) p(x_j): they add up to less
+than 1, so that a student which gives every text the teacher's probability still has a loss.)
 
 Kinds: `uld` is W_1 over all outcomes. Sorted probabilities do not identify tokens, therefore the paper adds the
 cross-entropy. `uld_text` compares the one outcome that both models have, the text, with itself and sorts the others,
@@ -38,15 +38,15 @@ Distillation from several teachers with the student's vocabulary: the weighted s
 
     L = sum_m w_m D(P_m, Q),    w_m = weight_m / sum of the weights
 
-with P_m the teachers and Q the student. Soft targets of an ensemble are an arithmetic or a geometric mean of its members'
-distributions (Hinton et al., arXiv 1503.02531, section 1), and the sum is both, up to a term without Q:
+with P_m the teachers and Q the student. Soft targets of an ensemble are an arithmetic or a geometric mean of its
+members' distributions (Hinton et al., arXiv 1503.02531, section 1). The sum is both, up to a term without Q:
 
     forward   sum_m w_m KL(P_m || Q) = KL(A || Q) + const,   A = sum_m w_m P_m             the mixture, arithmetic
     reverse   sum_m w_m KL(Q || P_m) = KL(Q || G) + const,   G = prod_m P_m^w_m / Z        what all agree on, geometric
 
-`jsd` is the weighted sum itself. Why the sum and not the divergence from A: the likeliest tokens of a mixture are not known
-from the likeliest of each teacher, while each term here is a lower bound with that teacher's own top k; and it is the only
-form in which teachers may have other tokenizers (`rlhf_core.algorithms.distillation`).
+`jsd` is the weighted sum itself. Why the sum and not the divergence from A: the likeliest tokens of a mixture are not
+known from the likeliest of each teacher, while each term here is a lower bound with that teacher's own top k; and it is
+the only form in which teachers may have other tokenizers (`rlhf_core.algorithms.distillation`).
 """
 
 import math
@@ -64,7 +64,7 @@ from rlhf_core.errors import ConfigError
 
 DivergenceKind: TypeAlias = Literal["forward", "reverse", "jsd"]
 REST_FLOOR = 1e-12
-"""Least probability of the teacher's rest bucket: of a rest of 0, or of less by rounding, there is no logarithm."""
+"""Least probability of the teacher's rest bucket; the logarithm of a rest of 0 (or less, by rounding) is infinite."""
 
 
 def distillation_loss(
@@ -76,7 +76,7 @@ def distillation_loss(
     temperature: float = 1.0,
     tokens: float | None = None,
 ) -> LossOutput:
-    """Return the sum of the divergence over the full vocabulary, divided by `tokens`; in nats per token.
+    """Sum of the divergence over the full vocabulary, divided by `tokens`; in nats per token.
 
     Both distributions are softmax(logits / temperature); the teacher's is detached. Logits must be finite.
     Metrics: `loss`, `agreement` (same likeliest token).
@@ -97,12 +97,12 @@ def topk_distillation_loss(
     temperature: float = 1.0,
     tokens: float | None = None,
 ) -> LossOutput:
-    """Return the divergence of distributions over the teacher's K likeliest tokens and one bucket for all the others.
+    """Divergence of distributions over the teacher's K likeliest tokens and one bucket for all other tokens.
 
     A lower bound of the full divergence (merging classes never raises it), and equal to it at K = V - 1. The teacher's
-    log-probs are those of its full softmax at the same `temperature`, not renormalized over the K; `teacher_ids_TK`
-    must not repeat an id within a row. Logits must be finite. Metrics as `distillation_loss`. Raises ConfigError where
-    K leaves no rest.
+    log-probs come from its full softmax at the same `temperature`, not renormalized over the K; `teacher_ids_TK` must
+    not repeat an id within a row. Logits must be finite. Metrics as `distillation_loss`. Raises ConfigError where K
+    leaves no rest.
     """
     if teacher_ids_TK.shape[1] >= logits_TV.shape[1]:
         rule = f"the vocabulary has {logits_TV.shape[1]} tokens, and the bucket for the rest needs one of them"
@@ -178,10 +178,11 @@ def other_tokens(logprobs_TV: Tensor, own_ids_T: Tensor, *, k: int) -> Tensor:
 def group_outcomes(
     own_T: Tensor, others_TK: Tensor, spans: Sequence[tuple[int, int]], *, k: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the log-probs `text_G` of the groups' texts, and the probabilities [G, N] of other outcomes, decreasing.
+    """Compute the log-probs `text_G` of the groups' texts, and the probabilities [G, N] of other outcomes, decreasing.
 
-    `own_T` are the log-probs of the text's tokens, `others_TK` those of the likeliest other tokens (`other_tokens` with
-    the same `k`), `spans` the tokens [start, end) of each group. N is `k`; for 0 all outcomes, padded with zeros.
+    `own_T` are the log-probs of the text's tokens, `others_TK` the log-probs of the likeliest other tokens
+    (`other_tokens` with the same `k`), `spans` the tokens [start, end) of each group. N is `k`; for 0 all outcomes,
+    padded with zeros.
     """
     sizes = [end - start for start, end in spans]
     width = k or max(sizes, default=0) * others_TK.shape[1]
@@ -211,10 +212,10 @@ def uld_loss(
     k: int,
     groups: float | None = None,
 ) -> LossOutput:
-    """Return the sum of the distances between the outcomes of student and teacher, divided by `groups`.
+    """Sum of the distances between the outcomes of student and teacher, divided by `groups`.
 
-    The inputs are those of `group_outcomes` with the same `k`. `groups`: number of groups in the optimizer
-    step (default: the groups of this call). Metrics: `loss`, `logprob_gap` (mean |log P(text) - log Q(text)|, in nats).
+    The inputs are outputs of `group_outcomes` with the same `k`. `groups`: number of groups in the optimizer step
+    (default: the groups of this call). Metrics: `loss`, `logprob_gap` (mean |log P(text) - log Q(text)|, in nats).
     """
     count = max(float(len(text_G)), 1.0) if groups is None else groups
     text_G, others_GN = at_least_fp32(text_G), at_least_fp32(others_GN)
@@ -223,13 +224,13 @@ def uld_loss(
     student_GN = torch.cat([text_G.exp().unsqueeze(1), _padded(others_GN, width)], dim=1)
     teacher_GN = torch.cat([teacher_text_G.exp().unsqueeze(1), _padded(teacher_others_GN, width)], dim=1)
     if kind == "uld":
-        kept = k or width + 1  # of k other outcomes and the text, the k likeliest are those of all outcomes
+        kept = k or width + 1  # k others and the text contain the k likeliest of all
         student_GN, teacher_GN = (
             x_GN.sort(dim=1, descending=True).values[:, :kept] for x_GN in (student_GN, teacher_GN)
         )
     distance = (student_GN - teacher_GN).abs().sum()
     if k:
-        distance = distance + (student_GN.sum(dim=1) - teacher_GN.sum(dim=1)).abs().sum()  # of what is left of 1
+        distance = distance + (student_GN.sum(dim=1) - teacher_GN.sum(dim=1)).abs().sum()  # of the remaining mass
     metrics = {"loss": distance / count, "logprob_gap": (text_G - teacher_text_G).abs().sum() / count}
     return LossOutput(distance / count, {name: value.detach() for name, value in metrics.items()})
 
@@ -244,7 +245,7 @@ def _padded(x_GN: Tensor, width: int) -> Tensor:
 
 
 def normalized_weights(weights: Mapping[str, float]) -> tuple[tuple[str, float], ...]:
-    """Return the weights of teachers by name, divided by their sum, which must be positive.
+    """Divide the weights of teachers by their sum, which must be positive.
 
     >>> normalized_weights({"sft": 1.0, "ppo": 3.0})
     (('sft', 0.25), ('ppo', 0.75))
@@ -263,11 +264,11 @@ def multi_teacher_loss(
     temperature: float,
     tokens: float | None = None,
 ) -> LossOutput:
-    """Return the weighted sum of the divergences from the teachers, divided by `tokens`; in nats per token.
+    """Weighted sum of the divergences from the teachers, divided by `tokens`; in nats per token.
 
     A teacher is (log-probs of its full softmax at `temperature` [T, K], their ids [T, K]), or [T, V] and [T, 0] for the
-    whole vocabulary. `weights` are (name, weight) in the order of the teachers. Metrics: `loss`, `agreement` (weighted),
-    and with several teachers `divergence/<name>` of each; a weight of 0 only measures.
+    whole vocabulary. `weights` are (name, weight) in the order of the teachers. Metrics: `loss`, `agreement`
+    (weighted), and with several teachers `divergence/<name>` of each; a weight of 0 only measures.
     """
     losses, metrics = [], dict[str, Tensor]()
     agreements = []

@@ -1,6 +1,6 @@
 """Merges of models with the same start: a formula for each tensor, over the same tensor of every model.
 
-Legend: M models with weights w_m, theta_m their values, theta_0 those of the base, delta_m = theta_m - theta_0.
+Legend: M models with weights w_m, theta_m their values, theta_0 the base's values, delta_m = theta_m - theta_0.
 """
 
 import math
@@ -19,7 +19,7 @@ PARALLEL = 0.9995
 
 
 def added(tensors: Iterable[Tensor]) -> Tensor:
-    """Return the sum of tensors."""
+    """Sum tensors."""
     return reduce(operator.add, tensors)
 
 
@@ -33,7 +33,7 @@ class LinearMerge(Config):
     type: Literal["linear"] = "linear"
 
     def merged(self, theta_M: Sequence[Tensor], weights_M: Sequence[float], base: Tensor | None, seed: int) -> Tensor:
-        """Return the merged tensor, of the shape of each of `theta_M`."""
+        """Merge the tensors to one of the shape of each of `theta_M`."""
         total = sum(weights_M)
         return added(weight / total * theta for weight, theta in zip(weights_M, theta_M, strict=True))
 
@@ -48,7 +48,7 @@ class SlerpMerge(Config):
     type: Literal["slerp"] = "slerp"
 
     def merged(self, theta_M: Sequence[Tensor], weights_M: Sequence[float], base: Tensor | None, seed: int) -> Tensor:
-        """Return the merged tensor; parallel tensors, and those of zeros, are interpolated linearly."""
+        """Merge two tensors; parallel tensors, and tensors of zeros, are interpolated linearly."""
         first, second = theta_M
         t = weights_M[1] / sum(weights_M)
         norms = first.norm() * second.norm()
@@ -60,18 +60,18 @@ class SlerpMerge(Config):
 
 
 class OfChanges(Config):
-    """What merges the changes from a base."""
+    """Base of the merges that combine changes from a base model."""
 
     scale: float = 1.0
     """Factor lambda of the merged change."""
     density: float = Field(1.0, gt=0, le=1)
     """Share of the values of each tensor's change that are kept; the others are set to 0."""
     drop: Literal["smallest", "random"] = "smallest"
-    """Which values are set to 0. What `random` leaves is divided by `density`, so that a change stays as it is on average
-    (DARE, arXiv 2311.03099)."""
+    """Which values are set to 0. With `random`, the remaining ones are divided by `density`, so that a change keeps its
+    expected value (DARE, arXiv 2311.03099)."""
 
     def kept(self, change: Tensor, seed: int) -> Tensor:
-        """Return a change with the dropped values set to 0."""
+        """Set the dropped values of a change to 0."""
         torch = loaded_torch()
         if self.density == 1:
             return change
@@ -83,7 +83,7 @@ class OfChanges(Config):
         return torch.zeros_like(change).flatten().scatter(0, largest, change.flatten()[largest]).view_as(change)
 
     def weighted(self, theta_M: Sequence[Tensor], weights_M: Sequence[float], base: Tensor, seed: int) -> list[Tensor]:
-        """Return w_m delta_m of each model; `seed` decides the values that are dropped at random."""
+        """The changes w_m delta_m of each model; `seed` decides the values that are dropped at random."""
         each = enumerate(zip(weights_M, theta_M, strict=True))
         return [weight * self.kept(theta - base, seed + number) for number, (weight, theta) in each]
 
@@ -98,16 +98,16 @@ class TaskArithmeticMerge(OfChanges):
     type: Literal["task_arithmetic"] = "task_arithmetic"
 
     def merged(self, theta_M: Sequence[Tensor], weights_M: Sequence[float], base: Tensor | None, seed: int) -> Tensor:
-        """Return the merged tensor."""
+        """Merge the tensors."""
         assert base is not None
         return base + self.scale * added(self.weighted(theta_M, weights_M, base, seed))
 
 
 class TiesMerge(OfChanges):
-    """The base plus the mean of those changes that agree with the sign of their weighted sum.
+    """The base plus the mean of the changes that agree with the sign of their weighted sum.
 
     Formula: theta_0 + lambda sum_m s_m w_m delta_m / sum_m s_m w_m, s_m = [delta_m has the sign of sum_m w_m delta_m]. With
-    `drop = "random"` the divisor is sum_m w_m: `density` already divides what is left.
+    `drop = "random"` the divisor is sum_m w_m: `density` already divides the remaining values.
     Reference: arXiv 2306.01708.
     """
 
@@ -115,7 +115,7 @@ class TiesMerge(OfChanges):
     density: float = Field(0.5, gt=0, le=1)
 
     def merged(self, theta_M: Sequence[Tensor], weights_M: Sequence[float], base: Tensor | None, seed: int) -> Tensor:
-        """Return the merged tensor."""
+        """Merge the tensors."""
         assert base is not None
         changes = self.weighted(theta_M, weights_M, base, seed)
         positive = added(changes) >= 0

@@ -1,4 +1,4 @@
-"""Finds methods: a file in the folder of a family is all that a method needs to be chosen by its `type`."""
+"""Finds methods: one file in the folder of a family is enough for a method to be chosen by its `type`."""
 
 import importlib
 import operator
@@ -15,10 +15,10 @@ M = TypeVar("M", bound=Config)
 
 
 def methods_in(package: str, path: Iterable[str], family: type[M], *, first: Sequence[str]) -> tuple[type[M], ...]:
-    """Return the classes of `family` with a `type` that the modules of `package`, which lie in `path`, define.
+    """Find the classes of `family` with a `type` that the modules of `package`, which lie in `path`, define.
 
     Forms and error messages list them in this order: the types in `first`, then all others by name. Call it with the
-    package's own `__path__`: `rlhf_core.store.fingerprint` takes that as the import of all modules beside it.
+    package's own `__path__`: `rlhf_core.store.fingerprint` takes that as the import of all modules in that folder.
     """
     found: dict[str, type[M]] = {}
     files = (entry for entry in pkgutil.iter_modules(path) if not entry.ispkg)
@@ -33,7 +33,7 @@ def methods_in(package: str, path: Iterable[str], family: type[M], *, first: Seq
 
 
 def one_of(methods: Sequence[type[Config]]) -> Any:
-    """Return the annotation of a field with one of `methods`, selected by `type`; a bare name stands for its table.
+    """The annotation of a field with one of `methods`, selected by `type`; a bare name stands for its table.
 
     >>> from pydantic import TypeAdapter
     >>> from rlhf_core.algorithms import policy

@@ -27,12 +27,12 @@ else:
 
 LOG_RATIO_LIMIT = 20.0  # exp(20) is 4.9e8: far outside every clip range, and its square still fits fp32
 WHITEN_EPS = 1e-8  # variance added before the root: equal values are whitened to 0, not to NaN
-PART = 2**18  # places whose sums are made at once: a dozen tensors of them stay in the cache of a processor
+PART = 2**18  # positions summed at once: a dozen tensors of this size fit into a processor's cache
 
 
 @cache
 def loaded_torch() -> Any:
-    """Return torch, loaded by the first call: options are read where it is not, and loading it takes longer than that.
+    """Load torch on the first call: options are read without it, and loading it takes longer than reading them.
 
     Formulas need it for functions without a method of the same name on tensors.
     """
@@ -40,7 +40,7 @@ def loaded_torch() -> Any:
 
 
 def masked_sum(x_BL: Tensor, mask_BL: Tensor) -> Tensor:
-    """Return the scalar sum of `x` in fp32 (or wider) where the mask is not 0.
+    """The scalar sum of `x` in fp32 (or wider) where the mask is not 0.
 
     Selects rather than multiplies: a NaN or infinity at a masked position must not reach the sum.
     """
@@ -48,12 +48,12 @@ def masked_sum(x_BL: Tensor, mask_BL: Tensor) -> Tensor:
 
 
 def masked(x_BL: Tensor, mask_BL: Tensor) -> Tensor:
-    """Return `x` [B, L] in fp32 (or wider), exactly 0 where the mask is 0."""
+    """`x` [B, L] in fp32 (or wider), exactly 0 where the mask is 0."""
     return at_least_fp32(x_BL).masked_fill(mask_BL == 0, 0.0)
 
 
 def masked_count(mask_BL: Tensor) -> Tensor:
-    """Return how many tokens the mask selects, at least 1: the denominator of a call that is a whole optimizer step.
+    """Count the tokens that the mask selects, at least 1: the denominator of a call for a whole optimizer step.
 
     At least 1, so that an empty mask gives a loss of 0 and not a NaN.
     """
@@ -61,28 +61,28 @@ def masked_count(mask_BL: Tensor) -> Tensor:
 
 
 def in_parts(*tensors_BL: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield some rows of all tensors at a time, for sums over many: `PART` places, or one row."""
+    """Yield blocks of rows of all tensors, for large sums: `PART` positions at a time, or one row."""
     rows = max(1, PART // max(1, tensors_BL[0].shape[1]))
     return zip(*(x_BL.split(rows) for x_BL in tensors_BL))
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
-    """Return `x` in fp32, or as it is where it is float64."""
+    """Convert `x` to fp32; float64 stays unchanged."""
     return x if x.is_floating_point() and x.element_size() > 4 else x.float()
 
 
 def bounded(log_ratio: Tensor) -> Tensor:
-    """Return the log-ratio clamped to +-20, so that its exponential is finite in fp32 and in its gradient."""
+    """Clamp a log-ratio to +-20, so that its exponential is finite in fp32 and in its gradient."""
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 def log_sigmoid(x: Tensor) -> Tensor:
-    """Return log sigmoid(x), elementwise; finite where sigmoid(x) is 0 to all digits."""
+    """log sigmoid(x), elementwise; finite where sigmoid(x) is 0 to all digits."""
     return loaded_torch().nn.functional.logsigmoid(x)
 
 
 def schulman_k3(log_ratio: Tensor) -> Tensor:
-    """Return exp(-d) - 1 + d for d = log p - log q on samples of p: >= 0, unbiased for KL(p || q), low variance.
+    """exp(-d) - 1 + d for d = log p - log q on samples of p: >= 0, unbiased for KL(p || q), low variance.
 
     Schulman, "Approximating KL Divergence" (2020). Uses expm1: at d near 0 the plain form cancels to noise.
     """
@@ -91,7 +91,7 @@ def schulman_k3(log_ratio: Tensor) -> Tensor:
 
 
 def whiten(values: Tensor, loss_mask: Tensor) -> Tensor:
-    """Return `values` with mean 0 and variance 1 over the masked tokens, 0 outside.
+    """Shift and scale `values` to mean 0 and variance 1 over the masked tokens, 0 outside.
 
     Population variance, as in lm-human-preferences (arXiv 1909.08593). Pass the whole batch of the step at once. An
     empty mask gives zeros.
@@ -100,7 +100,7 @@ def whiten(values: Tensor, loss_mask: Tensor) -> Tensor:
 
 
 def whitened(blocks: Sequence[Tensor], masks: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors of a step [B, L] with mean 0 and variance 1 over the masked tokens of all of them."""
+    """Shift and scale the tensors of a step [B, L] to mean 0 and variance 1 over the masked tokens of all of them."""
     count = reduce(add, ((mask_BL != 0).sum() for mask_BL in masks)).clamp(min=1)
     mean = reduce(add, map(masked_sum, blocks, masks)) / count
     centered = [masked(x_BL - mean, mask_BL) for x_BL, mask_BL in zip(blocks, masks)]
@@ -111,22 +111,22 @@ def whitened(blocks: Sequence[Tensor], masks: Sequence[Tensor]) -> list[Tensor]:
 # ---------------------------------------------------------------- KL divergence to a reference
 
 # With d = log pi - log pi_ref on tokens sampled from pi (Schulman, "Approximating KL Divergence", 2020): k1 in the *reward*
-# gives the right reverse-KL gradient; as a *loss* use the gradient of k2 (that of k1 is zero in expectation, that of k3
-# is biased) whatever the value shown is; k3 is a monitor (arXiv 2510.01555, 2512.21852).
+# gives the right reverse-KL gradient; as a *loss* use the gradient of k2 (k1's is zero in expectation, and k3's
+# is biased) for any displayed value; k3 is a monitor (arXiv 2510.01555, 2512.21852).
 
 
 def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Return d, elementwise: unbiased for KL(pi || pi_ref), high variance, may be negative."""
+    """d, elementwise: unbiased for KL(pi || pi_ref), high variance, may be negative."""
     return bounded(logprobs - ref_logprobs)
 
 
 def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Return d^2 / 2, elementwise: biased as a value, right as a loss."""
+    """d^2 / 2, elementwise: biased as a value, right as a loss."""
     return bounded(logprobs - ref_logprobs).square() / 2  # d^2 / 2
 
 
 def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Return exp(-d) - 1 + d, elementwise: unbiased, never negative, low variance."""
+    """exp(-d) - 1 + d, elementwise: unbiased, never negative, low variance."""
     return schulman_k3(logprobs - ref_logprobs)
 
 
@@ -135,11 +135,12 @@ KLInLoss: TypeAlias = Literal["k2", "k1", "k3", "k3_direct"]
 
 
 def kl_in_loss(logprobs: Tensor, ref_logprobs: Tensor, *, estimator: KLInLoss) -> Tensor:
-    """Return the elementwise term of a KL penalty in the loss.
+    """The elementwise term of a KL penalty in the loss.
 
-    With k = k1 or k3 the term is stopgrad(k) + k2 - stopgrad(k2): its value is unbiased for the KL, and its gradient,
-    d grad log pi, is that of the reverse KL on samples of pi (straight-through, arXiv 2510.01555). `k3_direct` is k3
-    with its own gradient, (1 - exp(-d)) grad log pi: GRPO, arXiv 2402.03300 eq. 4. It is that of the forward KL.
+    With k = k1 or k3 the term is stopgrad(k) + k2 - stopgrad(k2): its value is unbiased for the KL, and its gradient, d
+    grad log pi, is the gradient of the reverse KL on samples of pi (straight-through, arXiv 2510.01555). `k3_direct` is
+    k3 with its plain gradient, (1 - exp(-d)) grad log pi: GRPO, arXiv 2402.03300 eq. 4. This is the gradient of the
+    forward KL.
     """
     match estimator:
         case "k2":
@@ -165,7 +166,7 @@ class FixedKL:
     coef: float
 
     def updated(self, kl: float, samples: int) -> Self:
-        """Return itself; the observation does not matter."""
+        """This controller itself; the observation does not matter."""
         return self
 
 
@@ -184,13 +185,13 @@ class AdaptiveKL:
     horizon: float
 
     def updated(self, kl: float, samples: int) -> Self:
-        """Return the controller after observing a mean `kl` over `samples` sequences."""
+        """The controller after observing a mean `kl` over `samples` sequences."""
         error = min(max(kl / self.target - 1, -0.2), 0.2)  # clip(KL / target - 1, -0.2, 0.2)
         return replace(self, coef=self.coef * (1 + error * samples / self.horizon))  # arXiv 1909.08593 section 2.2
 
 
 def kl_controller(coef: float, target: float, horizon: float) -> FixedKL | AdaptiveKL:
-    """The controller that adapts `coef` to hold `target`, or one that keeps it for a target of 0."""
+    """A controller that adapts `coef` to hold `target`, or keeps `coef` fixed for a target of 0."""
     return AdaptiveKL(coef=coef, target=target, horizon=horizon) if target > 0 else FixedKL(coef=coef)
 
 
@@ -203,9 +204,10 @@ LEAST = 2.0**-126
 
 
 def binary_divergence(logprobs_BL: Tensor, old_logprobs_BL: Tensor, *, divergence: Divergence) -> Tensor:
-    """Return the divergence of "this token or another one" under pi and pi_old, detached, elementwise.
+    """The divergence of "this token or another one" under pi and pi_old, detached, elementwise.
 
-    With p = pi and q = pi_old of the sampled token: `tv` is |p - q|, `kl` is q log(q / p) + (1 - q) log((1 - q) / (1 - p)).
+    With p = pi and q = pi_old of the sampled token: `tv` is |p - q|, `kl` is q log(q / p) + (1 - q) log((1 - q) / (1 -
+    p)).
     """
     log_p_BL, log_q_BL = at_least_fp32(logprobs_BL.detach()), at_least_fp32(old_logprobs_BL.detach())
     p_BL, q_BL = log_p_BL.exp(), log_q_BL.exp()
@@ -213,7 +215,7 @@ def binary_divergence(logprobs_BL: Tensor, old_logprobs_BL: Tensor, *, divergenc
         case "tv":
             return (p_BL - q_BL).abs()
         case "kl":
-            # 1 - p by expm1, kept above 0: a token that is certain to 24 bits has no other one beside it.
+            # 1 - p by expm1, kept above 0: a token that is certain to 24 bits leaves no mass for others.
             rest_p_BL, rest_q_BL = (-x_BL.expm1().clamp(max=-LEAST) for x_BL in (log_p_BL, log_q_BL))
             return q_BL * (log_q_BL - log_p_BL) + rest_q_BL * (rest_q_BL.log() - rest_p_BL.log())
         case _:
@@ -240,9 +242,9 @@ class CorrectionConfig(Config):
     """Above 0, with `mask` at the level of a sequence: the tokens of a sequence that is kept weigh min(q of the token,
     this) instead of the q of the sequence, so that the mask chooses sequences and the weight corrects tokens."""
     gate: Literal["ratio", Divergence] = added_option("ratio")
-    """What `mask` compares with its bounds: `ratio` is q. With `kl`, KL(mu || pi_old) of "this token or another one", or
-    `tv`, its total variation, it drops each token, or above that level each sequence, whose mean is above
-    `max_divergence`. The other tokens weigh min(q of the token, cap) (FlashREINFORCE)."""
+    """The statistic that `mask` compares with its bounds: `ratio` is q. With `kl`, KL(mu || pi_old) of "this token or
+    another one", or `tv`, its total variation, it drops each token, or above that level each sequence, whose mean is
+    above `max_divergence`. The other tokens weigh min(q of the token, cap) (FlashREINFORCE)."""
     max_divergence: float = added_option(0.005, gt=0)
     """Largest divergence that `gate` keeps; 0.003 to 0.005 are common for `kl`."""
     pi_old: Literal["trainer", "sampler"] = "trainer"
@@ -270,7 +272,7 @@ class CorrectionConfig(Config):
     def weights(
         self, old_logprobs_BL: Tensor, rollout_logprobs_BL: Tensor, loss_mask_BL: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return detached weights [B, L] for the policy loss, and whether `mode` changed each: both 0 outside the mask.
+        """Compute detached weights [B, L] for the policy loss, and whether `mode` changed each: 0 outside the mask.
 
         `truncate` is truncated importance sampling, min(q, cap) (Ionides 2008; for RL with a separate sampler: Yao et
         al., "Your efficient RL framework secretly brings you off-policy RL training", 2025). `mask` keeps q inside
@@ -305,7 +307,7 @@ class CorrectionConfig(Config):
 
 @dataclass(frozen=True)
 class Moments:
-    """Number, mean and sum of squared distances from the mean of numbers; those of two sets add up (Chan et al., 1979).
+    """Count, mean and sum of squared distances from the mean; the moments of two sets add up (Chan et al., 1979).
 
     >>> import torch
     >>> one, other = torch.tensor([1.0, 2.0]), torch.tensor([6.0])
@@ -319,7 +321,7 @@ class Moments:
 
     @classmethod
     def of(cls, x_N: Tensor) -> Moments:
-        """Return those of the numbers of a tensor, in float64."""
+        """The moments of the numbers of a tensor, in float64."""
         if len(x_N) == 0:
             return cls()
         x_N = x_N.double()
@@ -335,26 +337,26 @@ class Moments:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """How far trainer and sampler disagree over masked tokens; what parts of a step disagree adds up."""
+    """How far trainer and sampler disagree over masked tokens. The values of parts of a step add up."""
 
     count: int
     log_q: float
-    """Means over the tokens: of |log q|, exp |log q| and k3."""
+    """Means over the tokens of |log q|, exp |log q| and k3."""
     exp_abs_log_q: float
     k3: float
     log_q_max: float
     q: float
-    """Sums over the tokens: of q and q^2."""
+    """Sums over the tokens of q and q^2."""
     squared_q: float
     trainer: Moments
-    """Of the probabilities of both, and the sum of the products of their distances from their means."""
+    """Moments of the trainer's and the sampler's probabilities, and the sum of the products of their deviations."""
     sampler: Moments
     products: float
     equal: bool
 
     @classmethod
     def of(cls, old_logprobs_BL: Tensor, rollout_logprobs_BL: Tensor, loss_mask_BL: Tensor) -> Mismatch:
-        """Return that of the masked tokens. Raises DataError on an empty mask."""
+        """Measure the mismatch of the masked tokens. Raises DataError on an empty mask."""
         selected_BL = loss_mask_BL != 0
         if not bool(selected_BL.any()):
             rule = f"loss_mask of shape {tuple(loss_mask_BL.shape)} selects no token"
@@ -400,11 +402,11 @@ class Mismatch:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics.
+        """The metrics of the mismatch.
 
-        `log_q_mean`, `log_q_max`: of |log q|; `exp_abs_log_q`: E[exp |log q|], alarm above 1.05; `k3`: KL(mu || pi_old);
-        `ess`: (sum q)^2 / (N sum q^2), in (0, 1]; `correlation`: Pearson's, of the two probabilities (1.0 when they are
-        equal, 0.0 when one is constant).
+        `log_q_mean`, `log_q_max`: of |log q|; `exp_abs_log_q`: E[exp |log q|], alarm above 1.05; `k3`: KL(mu ||
+        pi_old); `ess`: (sum q)^2 / (N sum q^2), in (0, 1]; `correlation`: Pearson's, of the two probabilities (1.0 when
+        they are equal, 0.0 when one is constant).
         """
         scale = math.sqrt(self.trainer.squares) * math.sqrt(self.sampler.squares)
         return {
@@ -418,7 +420,7 @@ class Mismatch:
 
 
 def _ratio(log_q_BL: Tensor, selected_BL: Tensor, *, level: Literal["token", "sequence", "geometric"]) -> Tensor:
-    """Return q [B, L] of each token's unit, given log q, which is 0 where no token is selected."""
+    """q [B, L] of each token's unit, given log q, which is 0 where no token is selected."""
     if level != "token":
         unit_B1 = log_q_BL.sum(dim=-1, keepdim=True)  # log of the product over the sequence
         if level == "geometric":
@@ -472,10 +474,10 @@ def clipped_value_loss(
     clip: float | None,
     num_tokens: float | None = None,
 ) -> LossOutput:
-    """Return 0.5 sum of max((V_clip - R)^2, (V - R)^2) over `num_tokens`, the masked tokens of the whole step.
+    """0.5 sum of max((V_clip - R)^2, (V - R)^2) over `num_tokens`, the masked tokens of the whole step.
 
     Tensors [B, L]. V_clip = V_old + clamp(V - V_old, +-clip): arXiv 1707.06347's reference code, and
-    lm-human-preferences. `clip` None is the plain squared error; `num_tokens` None: those of this call.
+    lm-human-preferences. `clip` None is the plain squared error; `num_tokens` None counts the tokens of this call.
     Metrics: `value_loss`, `value_clip_fraction`, `value_mean`.
     """
     # Masked first: a NaN outside the mask would come back through the square as a NaN gradient.
@@ -497,9 +499,9 @@ def clipped_value_loss(
 
 
 def explained_variance(blocks: Iterable[tuple[Tensor, Tensor, Tensor]]) -> float:
-    """Return 1 - Var(R - V) / Var(R) over the masked tokens of a step: 1 is perfect, 0 is no better than a constant.
+    """1 - Var(R - V) / Var(R) over the masked tokens of a step: 1 is perfect, 0 is no better than a constant.
 
-    `blocks` are values, returns and masks [B, L]. 0.0 when the returns do not vary: there is nothing to explain.
+    `blocks` are values, returns and masks [B, L]. 0.0 if the returns do not vary.
     """
     returns, residual = Moments(), Moments()
     for values_BL, returns_BL, mask_BL in chain.from_iterable(in_parts(*block) for block in blocks):
@@ -516,7 +518,7 @@ def explained_variance(blocks: Iterable[tuple[Tensor, Tensor, Tensor]]) -> float
 def sft_loss(
     logprobs_BL: Tensor, loss_mask_BL: Tensor, *, tokens: float | None = None, dft: bool = False
 ) -> LossOutput:
-    """Return -sum of log pi(y_t) over masked tokens, divided by `tokens`, the masked tokens of the whole step.
+    """-sum of log pi(y_t) over masked tokens, divided by `tokens`, the masked tokens of the whole step.
 
     The token mean of InstructGPT's supervised step (arXiv 2203.02155, section 3.5), in nats per token. `tokens` None
     means that this call is the whole step. With `dft` each token is weighted by its own probability, detached: dynamic
@@ -542,12 +544,12 @@ def bradley_terry_loss(
     center_coef: float = 0.0,
     pairs: float | None = None,
 ) -> LossOutput:
-    """Return sum of -log sigmoid(r_c - r_r - margin) + c (r_c + r_r)^2, over `pairs`, the pairs of the whole step.
+    """Sum of -log sigmoid(r_c - r_r - margin) + c (r_c + r_r)^2, over `pairs`, the pairs of the whole step.
 
     Bradley-Terry likelihood: arXiv 2203.02155 eq. 1; margin: Llama 2, arXiv 2307.09288 eq. 2; centering (scores are
-    otherwise defined only up to a constant): arXiv 2312.09244, c = 0.01 suggested, 0 switches it off. `pairs` None means
-    that this call is the whole step. `accuracy` counts r_c > r_r strictly: a model that scores everything alike has
-    accuracy 0, not 1.
+    otherwise defined only up to a constant): arXiv 2312.09244, c = 0.01 suggested, 0 switches it off. `pairs` None
+    means that this call is the whole step. `accuracy` counts r_c > r_r strictly: a model that scores everything alike
+    has accuracy 0, not 1.
     """
     chosen_B, rejected_B = at_least_fp32(chosen_scores), at_least_fp32(rejected_scores)
     count = float(len(chosen_B)) if pairs is None else pairs
@@ -564,11 +566,10 @@ def bradley_terry_loss(
 
 
 def ensemble_score(scores_MB: Tensor, *, reduce: EnsembleReduction, k: float = 1.0) -> Tensor:
-    """Return one score [B] per row from those of M reward models [M, B].
+    """Combine the scores of M reward models [M, B] to one score [B] per row.
 
     `min` is worst-case optimization and `mean_minus_std`, mean - `k` std, a form of uncertainty-weighted optimization
-    (arXiv 2310.02743, which subtracts the variance). The standard deviation is the population's: 0 for one
-    model.
+    (arXiv 2310.02743, which subtracts the variance). The standard deviation is the population's: 0 for one model.
     """
     scores_MB = at_least_fp32(scores_MB)
     match reduce:
@@ -588,12 +589,12 @@ StepReduction: TypeAlias = Literal["min", "mean", "last", "product"]
 
 
 def step_loss(logits_S: Tensor, labels_S: Tensor, *, steps: float | None = None) -> LossOutput:
-    """Return the sum of -y log sigmoid(x) - (1-y) log sigmoid(-x) over `steps`, the steps of the whole optimizer step.
+    """Sum of -y log sigmoid(x) - (1-y) log sigmoid(-x) over `steps`, the steps of the whole optimizer step.
 
     `logits_S` are the model's outputs at the step-end tokens of all answers, `labels_S` hard (PRM800K, arXiv
-    2305.20050) or soft in [0, 1] (the share of rollouts that end right: Math-Shepherd, arXiv 2312.08935).
-    `steps` None: those of this call. Metrics: `loss`, `accuracy` (a logit of 0 is never right),
-    `positive_fraction` of the labels, both with the label rounded at 0.5. Raises DataError for a label outside [0, 1].
+    2305.20050) or soft in [0, 1] (the share of rollouts that end right: Math-Shepherd, arXiv 2312.08935). `steps` None
+    means the steps of this call. Metrics: `loss`, `accuracy` (a logit of 0 is never right), `positive_fraction` of the
+    labels, both with the label rounded at 0.5. Raises DataError for a label outside [0, 1].
     """
     logits_S, labels_S = at_least_fp32(logits_S), at_least_fp32(labels_S)
     if bool(((labels_S < 0) | (labels_S > 1) | labels_S.isnan()).any()):
@@ -612,7 +613,7 @@ def step_loss(logits_S: Tensor, labels_S: Tensor, *, steps: float | None = None)
 
 
 def reduce_steps(probs: Tensor, *, how: StepReduction) -> Tensor:
-    """Return one score from the step probabilities [S] of an answer (or [..., S], over the last dimension).
+    """Combine the step probabilities [S] of an answer (or [..., S], over the last dimension) to one score.
 
     `min` and `product`: arXiv 2305.20050 section 2.6 and arXiv 2312.08935; `last` reads the model as an outcome reward
     model. Raises DataError for an answer without steps.

@@ -13,15 +13,15 @@ from rlhf_core.evaluation.intervals import SHARE, mean_interval
 def judgment_report(
     comparisons: Sequence[Comparison], judgments: Sequence[Judgment], *, gold: Mapping[str, float] | None = None
 ) -> dict[str, Any]:
-    """Return the report as JSON values; an entry is None where there is nothing to measure it by.
+    """Measure how far the judgments can be trusted, as JSON values; None for a measure without data.
 
     `agreement` is the share of pairs of annotators with the same choice, over the comparisons that several judged, and
-    `alpha` Krippendorff's alpha for nominal data, which takes off the agreement by chance. `first_chosen` is the share
-    of the first side among choices of a side: 0.5 without position bias, because sides are random. `consistency` is
-    the share of repeated comparisons that an annotator judged alike with the sides swapped. `attention` is the share of
-    attention checks that were passed. `gold` is comparison -> known reward of the first side less that of the second;
-    the report's is the share of the chosen sides with the higher one, where they differ. Shares have confidence
-    intervals over prompts.
+    `alpha` Krippendorff's alpha for nominal data, which corrects for agreement by chance. `first_chosen` is the share
+    of the first side among choices of a side: 0.5 without position bias, because sides are random. `consistency` is the
+    share of repeated comparisons that an annotator judged alike with the sides swapped. `attention` is the share of
+    attention checks that were passed. `gold` maps a comparison to the known reward of the first side minus the second
+    side's. The report's `gold` is the share of choices of the side with the higher reward, where the rewards differ.
+    Shares have confidence intervals over prompts.
     """
     gold = {} if gold is None else gold
     by_id = {one.id: one for one in comparisons}
@@ -52,11 +52,11 @@ def judgment_report(
 
 
 def krippendorff_alpha(units: Any) -> float | None:
-    """Return Krippendorff's alpha for nominal data, 1 - observed / expected disagreement; None without overlap.
+    """Krippendorff's alpha for nominal data, 1 - observed / expected disagreement; None without overlap.
 
     `units` holds for each item the values that its judges gave it; items with one value count for nothing. If all
-    values are the same there is no disagreement to expect, and alpha is 1. Krippendorff 2011, "Computing
-    Krippendorff's alpha-reliability", section C.
+    values are the same, the expected disagreement is 0 and alpha is 1. Krippendorff 2011, "Computing Krippendorff's
+    alpha-reliability", section C.
 
     >>> krippendorff_alpha([["a", "a"], ["b", "b"], ["a", "b"]])
     0.4444444444444444
@@ -78,11 +78,11 @@ def krippendorff_alpha(units: Any) -> float | None:
 
 
 Row = tuple[Comparison, Judgment]
-Found = list[tuple[Hashable, float]]  # values with the prompts that they are of
+Found = list[tuple[Hashable, float]]  # values with their prompts
 
 
 def _units(rows: Sequence[Row]) -> Mapping[str, list[str]]:
-    """Return comparison -> the choices of its annotators."""
+    """Map each comparison to the choices of its annotators."""
     units: defaultdict[str, list[str]] = defaultdict(list)
     for asked, said in rows:
         units[asked.id].append(said.choice)
@@ -90,7 +90,7 @@ def _units(rows: Sequence[Row]) -> Mapping[str, list[str]]:
 
 
 def _agreements(rows: Sequence[Row]) -> Found:
-    """Return for each comparison with several annotators the share of their pairs that agree."""
+    """For each comparison with several annotators, the share of annotator pairs that agree."""
     prompts = {asked.id: asked.prompt for asked, _ in rows}
     return [
         (prompts[name], fmean(float(one == other) for one, other in itertools.combinations(choices, 2)))
@@ -104,7 +104,7 @@ def _first_chosen(rows: Sequence[Row]) -> Found:
 
 
 def _repeated_alike(rows: Sequence[Row]) -> Found:
-    """Return 1 or 0 for each repeated comparison of which an annotator judged both sides, swapped back."""
+    """1 or 0 for each repeated comparison of which an annotator judged both sides, swapped back."""
     said = {(one.id, judgment.annotator): judgment.choice for one, judgment in rows}
     return [
         (one.prompt, float(OTHER_SIDE[judgment.choice] == said[one.repeats, judgment.annotator]))
@@ -133,7 +133,7 @@ def _by_annotator(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def share(found: Sequence[tuple[Hashable, float]]) -> dict[str, float] | None:
-    """Return the mean of 0 and 1, each with its prompt, with the confidence interval over prompts; None without values."""
+    """The mean of zeros and ones, each with its prompt, with its confidence interval over prompts; None if empty."""
     if not found:
         return None
     interval = mean_interval([value for _, value in found], prompts=[prompt for prompt, _ in found], bounds=SHARE)

@@ -32,9 +32,9 @@ class NotJudgedYet(Exception):
 def ask_program(
     config: ProgramAnnotator, comparisons: Sequence[Comparison], *, code: Mapping[str, str], notes: str = "", seed: int
 ) -> list[Judgment]:
-    """Return the judgments of simulated people (Bradley and Terry 1952), drawn from the seed and the comparison.
+    """Draw the judgments of simulated people (Bradley and Terry 1952) from the seed and the comparison.
 
-    `code` holds the digests under which the function entered the key; what it reads beyond that is noted in `notes`.
+    `code` holds the digests under which the function entered the key; further files that it reads are noted in `notes`.
     """
     pairs = rewards_of_sides(config.function, comparisons, code=code, notes=notes, timeout_s=config.timeout_s)
     names = [f"program-{number + 1}" for number in range(config.annotators)]
@@ -48,7 +48,7 @@ def ask_program(
 def rewards_of_sides(
     function: str, comparisons: Sequence[Comparison], *, code: Mapping[str, str], notes: str = "", timeout_s: float
 ) -> list[tuple[float, float]]:
-    """Return the rewards of the first and the second answer of each comparison."""
+    """Compute the rewards of the first and the second answer of each comparison."""
     answers = [_generation(one, text) for one in comparisons for text in (one.first, one.second)]
     settings = WorkerSettings(code=dict(code), notes=notes)
     with IsolatedReward("annotator", function, timeout_s=timeout_s, settings=settings) as reward:
@@ -66,7 +66,7 @@ def _drawn(config: ProgramAnnotator, rewards: tuple[float, float], rng: random.R
 
 
 def _generation(one: Comparison, text: str) -> Generation:
-    """Return an answer as a reward function gets it."""
+    """An answer in the form that a reward function receives."""
     return answered(Prompt(one.id, one.prompt, one.label, one.source), text)
 
 
@@ -74,11 +74,11 @@ def _generation(one: Comparison, text: str) -> Generation:
 
 
 def ask_file(config: FileAnnotator, comparisons: Sequence[Comparison], *, name: str) -> list[Judgment]:
-    """Return the judgments in the file; raise NotJudgedYet if too few comparisons have one.
+    """Read the judgments in the file. Raises NotJudgedYet if too few comparisons have one.
 
-    The files are in the folder `name`, of these comparisons alone: rounds and runs may share a configuration. The
-    comparisons are exported first, unless they are there already. Raises DataError for a line that is no judgment of
-    them.
+    The files are in the folder `name`, which holds these comparisons alone: rounds and runs may share a configuration.
+    The comparisons are exported first, unless they are there already. Raises DataError for a line that does not judge
+    one of them.
     """
     folder = Path(config.folder).expanduser() / name
     lines = [json.dumps(_shown(one), ensure_ascii=False) for one in comparisons]
@@ -94,7 +94,10 @@ def ask_file(config: FileAnnotator, comparisons: Sequence[Comparison], *, name: 
 
 
 def read_judgment_lines(path: Path, known: set[str]) -> list[Judgment]:
-    """Return the judgments in a JSONL file, [] if there is none; raise DataError for a line that is none of `known`."""
+    """Read the judgments in a JSONL file, [] if it is missing.
+
+    Raises DataError for a line that judges none of `known`.
+    """
     if not path.is_file():
         return []
     lines = path.read_bytes().split(b"\n")  # and not splitlines, which also splits at characters that JSON may hold
@@ -116,7 +119,7 @@ def _is_json(line: bytes) -> bool:
 
 
 def _shown(one: Comparison) -> dict[str, Any]:
-    """Return the annotator's view: neither the policies nor the expected answer."""
+    """The annotator's view: neither the policies nor the expected answer."""
     messages = [{"role": message.role, "content": message.content} for message in one.prompt]
     return {"id": one.id, "prompt": messages, "first": one.first, "second": one.second}
 

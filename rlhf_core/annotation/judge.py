@@ -24,7 +24,7 @@ from rlhf_core.rewards.judge import ChatEndpoint, ChatFailed, ask_for
 from rlhf_core.rewards.protocols import prompt_text
 from rlhf_core.rewards.verdicts import find_verdict
 
-LOOK_EVERY_S = 0.5  # seconds between looks whether the stage shall stop
+LOOK_EVERY_S = 0.5  # seconds between checks whether the stage must stop
 MEANINGS: Mapping[str, Choice] = {"a": "first", "b": "second", "tie": "tie", "neither": "both_bad"}
 _PLACE = re.compile(r"\{(rubric|prompt|first|second)\}")
 
@@ -34,7 +34,7 @@ Report: TypeAlias = dict[str, Any]
 
 
 class JudgingStopped(Exception):
-    """Raised when the judge was interrupted; the verdicts so far are kept."""
+    """Raised when the judge was interrupted; verdicts so far are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Verdict:
 
     @property
     def own_side(self) -> Choice | Literal[""]:
-        """Return the choice as a side of the comparison."""
+        """The choice as a side of the comparison."""
         if self.order == "given" or not self.choice:
             return self.choice
         return OTHER_SIDE[self.choice]
@@ -65,12 +65,12 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """The judgments of a judge, and the verdicts that they were made of."""
+    """The judgments of a judge, and the verdicts from which they were computed."""
 
     judgments: list[Judgment]
     verdicts: list[Verdict]
     failures: dict[str, str]
-    """Comparison -> why it has no judgment."""
+    """Comparison -> the reason why it has no judgment."""
 
 
 def ask_judge(
@@ -84,7 +84,7 @@ def ask_judge(
     progress: Callable[[int, int, str], None],
     pause: Callable[[float], Any] | None = None,
 ) -> Judged:
-    """Return a judgment of each comparison, from the verdicts in the file `journal` and new ones, added to it.
+    """Judge each comparison, from the verdicts in the file `journal` and new ones, which are added to it.
 
     `key` is the place of `config` in the profile, for messages. Raises JudgingStopped after `stopping`, and RewardError
     if a question gets no verdict and `on_failure` is `fail`.
@@ -115,21 +115,21 @@ def ask_judge(
             if waiting and stopping():
                 raise JudgingStopped
     finally:
-        ended.set()  # no pause before a retry is waited for
+        ended.set()  # ends all pauses before retries
         pool.shutdown(wait=True, cancel_futures=True)
         endpoint.close()
     return _settled(comparisons, known, name=f"judge:{config.model}")
 
 
 def question(template: str, one: Comparison, order: Order, rubric: str) -> str:
-    """Return the prompt for a comparison in one order; placeholders in the answers stay as they are."""
+    """The prompt for a comparison in one order; placeholders in the answers stay unchanged."""
     first, second = (one.first, one.second) if order == "given" else (one.second, one.first)
     filled = {"rubric": rubric, "prompt": prompt_text(one.prompt), "first": first, "second": second}
     return _PLACE.sub(lambda place: filled[place.group(1)], template)
 
 
 def read_choice(reply: str, verdict: PatternVerdict | JsonVerdict) -> Choice | Literal[""]:
-    """Return the side that a reply prefers, "" if it holds no verdict.
+    """Read the side that a reply prefers, "" if it holds no verdict.
 
     >>> read_choice("A names the item.\\nBetter: A", JudgeAnnotator(url="http://host/v1", model="m").verdict)
     'first'
@@ -139,7 +139,7 @@ def read_choice(reply: str, verdict: PatternVerdict | JsonVerdict) -> Choice | L
 
 
 def judge_report(verdicts: Sequence[Verdict], comparisons: Sequence[Comparison]) -> Report:
-    """Return how the judge answered: questions, malformed replies, and how far the order of the answers decided.
+    """Summarize the judge's answers: questions, malformed replies, and how far the order of the answers decided.
 
     `changed` is the share of comparisons with different verdicts in the two orders. Of all comparisons, `toward_first`
     is the share where the judge chose answer A both times, whichever it was, and `toward_second` the same for B; in the
@@ -162,7 +162,7 @@ def judge_report(verdicts: Sequence[Verdict], comparisons: Sequence[Comparison])
 
 
 def read_verdicts(journal: Path) -> list[Verdict]:
-    """Return the verdicts in a journal; a line that a kill cut off is left out."""
+    """Read the verdicts in a journal; a line that a kill cut off is left out."""
     verdicts = []
     for line in journal.read_text(encoding="utf-8").split("\n") if journal.is_file() else ():
         try:
@@ -178,7 +178,7 @@ def write_verdicts(path: Path, verdicts: Sequence[Verdict]) -> None:
 
 
 def _verdict(config: JudgeAnnotator, endpoint: ChatEndpoint, one: Comparison, order: Order, rubric: str) -> Verdict:
-    """Return the verdict on one question; after a reply without one, request it once more."""
+    """Request the verdict on one question; after a reply without one, request it once more."""
     began = time.monotonic()
     malformed: list[str] = []
 
@@ -223,7 +223,7 @@ def _settled(comparisons: Sequence[Comparison], known: Mapping[tuple[str, Order]
 
 
 def _by_comparison(verdicts: Sequence[Verdict]) -> dict[str, tuple[Verdict, Verdict]]:
-    """Return comparison -> its verdicts in both orders, where there are both."""
+    """Map each comparison to its verdicts in both orders, if it has both."""
     found = {(one.comparison, one.order): one for one in verdicts if one.choice}
     return {
         name: (found[name, "given"], found[name, "swapped"])

@@ -17,17 +17,17 @@ from rlhf_core.tracking.review_queues import QueueState, ReviewAnswer, ReviewIte
 
 QUESTION = "preferred"
 _HEADING = re.compile(r"(?m)^((?:[ \t>]|[*+-][ \t]|\d+[.)][ \t])*)(#{1,6}(?=[ \t]|$)|[=_*-][=_*\- \t]*$)")
-"""The start of a heading, or an underline that makes one of the line above, also within a list or a quotation."""
+"""The start of a heading, or an underline that makes a heading of the line above, also within a list or a quotation."""
 MEANINGS: Mapping[str, Choice] = {"A": "first", "B": "second", "tie": "tie", "both bad": "both_bad"}
 
 
 def ask_people(
     config: People, comparisons: Sequence[Comparison], *, name: str, uri: str
 ) -> tuple[list[Judgment], dict[str, Any]]:
-    """Return people's judgments and their part of the report; raise NotJudgedYet while there are too few.
+    """Collect people's judgments and their part of the report. Raises NotJudgedYet while too few are there.
 
-    `name` distinguishes these comparisons from those of other rounds and runs. `uri` is the address of MLflow, which only
-    `mlflow` needs.
+    `name` distinguishes these comparisons from the comparisons of other rounds and runs. `uri` is the address of
+    MLflow, which only `mlflow` needs.
     """
     if isinstance(config, FileAnnotator):
         return ask_file(config, comparisons, name=name), {}
@@ -37,7 +37,7 @@ def ask_people(
 def ask_reviewers(
     config: ReviewAnnotator, comparisons: Sequence[Comparison], *, name: str, uri: str
 ) -> tuple[list[Judgment], dict[str, Any]]:
-    """Return the answers in the annotators' queues of MLflow, which are made if they are not there."""
+    """Read the answers in the annotators' queues of MLflow, and create missing queues."""
     question = ReviewQuestion(QUESTION, config.instruction, tuple(MEANINGS))
     states: dict[str, QueueState] = {}
     for annotator, rows in shared_out(comparisons, config.annotators, config.overlap).items():
@@ -61,7 +61,7 @@ def ask_reviewers(
 def shared_out(
     comparisons: Sequence[Comparison], annotators: Sequence[str], overlap: int
 ) -> dict[str, list[Comparison]]:
-    """Return annotator -> comparisons, in order: `overlap` annotators get each; repetitions go where their first went.
+    """Distribute comparisons, in order: `overlap` annotators get each; repetitions go to the annotator of the first.
 
     >>> shared_out([], ["ada", "bob"], 1)
     {'ada': [], 'bob': []}
@@ -76,7 +76,7 @@ def shared_out(
 
 
 def shown(one: Comparison) -> ReviewItem:
-    """Return a person's view of a comparison, in Markdown: neither the policies nor the expected answer.
+    """A person's view of a comparison, in Markdown: neither the policies nor the expected answer.
 
     Answers keep their Markdown but for headings and rules, with which an answer could pass for both.
     """
@@ -88,12 +88,12 @@ def shown(one: Comparison) -> ReviewItem:
 
 
 def condition(config: People, comparisons: Path, *, name: str) -> dict[str, Any]:
-    """Return the arguments of `is_met` as JSON values, without secrets."""
+    """The arguments of `is_met` as JSON values, without secrets."""
     return {"annotator": config.model_dump(mode="json"), "comparisons": str(comparisons.resolve()), "name": name}
 
 
 def is_met(condition: Mapping[str, Any], *, uri: str) -> bool:
-    """Return whether people have judged enough for a stage that waits under `condition`, or its deadline has passed."""
+    """Whether people have judged enough for a stage that waits under `condition`, or its deadline has passed."""
     config: People = TypeAdapter(People).validate_python(condition["annotator"])
     try:
         ask_people(config, read_comparisons(Path(condition["comparisons"])), name=condition["name"], uri=uri)
@@ -119,7 +119,7 @@ def _judgment(answer: ReviewAnswer, annotator: str) -> Judgment:
 
 
 def _without_headings(text: str) -> str:
-    r"""Return Markdown whose headings and horizontal rules are shown as the characters that they are written with.
+    r"""Escape headings and horizontal rules in Markdown, so that their characters are shown.
 
     >>> _without_headings("Yes.\n### B\nNo\n---")
     'Yes.\n\\### B\nNo\n\\---'

@@ -29,8 +29,8 @@ OTHER_SIDE: dict[Choice, Choice] = {"first": "second", "second": "first", "tie":
 class Comparison:
     """Two answers to one prompt, in the order in which annotators see them.
 
-    The policies are recorded and never shown. A comparison that `repeats` another one has its answers with the sides
-    swapped, and measures whether an annotator agrees with itself. A comparison with an `expected` choice measures
+    The policies are recorded and never shown. A comparison that `repeats` another has its answers with the sides
+    swapped, and measures whether annotators agree with themselves. A comparison with an `expected` choice measures
     attention: one of its answers belongs to another prompt. Only the others train a reward model.
 
     >>> Comparison("c1", (Message("user", "Hi"),), "", "world", "Hello.", "No.", "sft", "sft").trains
@@ -50,7 +50,7 @@ class Comparison:
 
     @property
     def trains(self) -> bool:
-        """Return whether its judgment becomes a training pair."""
+        """Whether its judgment becomes a training pair."""
         return not self.repeats and not self.expected
 
 
@@ -87,7 +87,7 @@ def write_comparisons(folder: Path, rows: Sequence[Comparison]) -> None:
 
 
 def read_comparisons(folder: Path) -> list[Comparison]:
-    """Return the rows of `folder/comparisons.parquet`, in order."""
+    """Read the rows of `folder/comparisons.parquet`, in order."""
     return read_rows(folder / COMPARISONS_FILE, COMPARISONS_SCHEMA, Comparison)
 
 
@@ -109,17 +109,17 @@ class Candidate:
 
     @property
     def prompt(self) -> Prompt:
-        """Return the prompt of both answers."""
+        """The prompt of both answers."""
         return self.first.prompt
 
     @property
     def margin(self) -> float:
-        """Return the difference of the rewards, without its sign."""
+        """The difference of the rewards, without its sign."""
         return abs(self.first.reward - self.second.reward)
 
     @property
     def disagreement(self) -> float:
-        """Return the share of pairs of reward components that rank the two answers in opposite order.
+        """The share of pairs of reward components that rank the two answers in opposite order.
 
         Components that rank them equal take no side. With components that all take the same side it is 0.
         """
@@ -130,7 +130,7 @@ class Candidate:
 
 
 def candidates(rollouts: Mapping[str, Sequence[Rollout]]) -> dict[str, list[Candidate]]:
-    """Return prompt id -> every pair of different answers to it, over all policies. Invalid rollouts are left out."""
+    """List every pair of different answers to each prompt id, over all policies. Invalid rollouts are left out."""
     answers: dict[str, dict[str, tuple[str, Rollout]]] = {}
     for policy, rows in rollouts.items():
         for row in rows:
@@ -146,10 +146,10 @@ def candidates(rollouts: Mapping[str, Sequence[Rollout]]) -> dict[str, list[Cand
 
 
 def ranked_by(strategy: str, seed: int) -> Callable[[Candidate], tuple[float, int]]:
-    """Return the sort key of a strategy: the most informative pair first; equal ones in an order drawn from the seed.
+    """The sort key of a strategy: the most informative pair first; ties in an order drawn from the seed.
 
-    `random` draws; `margin` takes the pairs whose rewards are closest; `disagreement` those over whose order the
-    components of the reward disagree most.
+    `random` draws pairs, `margin` takes the pairs with the closest rewards, and `disagreement` takes the pairs on whose
+    order the components of the reward disagree most.
     """
 
     def key(candidate: Candidate) -> tuple[float, int]:
@@ -164,7 +164,7 @@ def ranked_by(strategy: str, seed: int) -> Callable[[Candidate], tuple[float, in
 def chosen(
     by_prompt: dict[str, list[Candidate]], *, strategy: str, budget: int, per_prompt: int, seed: int
 ) -> list[Candidate]:
-    """Return at most `budget` pairs, the most informative of all prompts first, at most `per_prompt` of each prompt.
+    """Choose at most `budget` pairs, the most informative of all prompts first, at most `per_prompt` of each prompt.
 
     The second pair of a prompt is taken only after the first of every prompt, so that the budget covers the prompts.
     """
@@ -179,10 +179,10 @@ def chosen(
 def comparisons(
     pairs: Sequence[Candidate], *, repeat_fraction: float, attention_fraction: float, seed: int
 ) -> list[Comparison]:
-    """Return the pairs as comparisons in random order and with random sides, and the ones that check the annotators.
+    """Turn the pairs into comparisons in random order with random sides, and add checks of the annotators.
 
-    `repeat_fraction` of them are shown a second time with the sides swapped; as many attention checks as
-    `attention_fraction` of them show an answer beside the answer to another prompt.
+    `repeat_fraction` of them are shown a second time with the sides swapped. Attention checks, `attention_fraction` of
+    them in number, show an answer next to the answer to another prompt.
     """
     rng = random.Random(derive_seed(seed, "sides"))
     rows_by_id = {one.id: one for one in (_comparison(pair, swap=rng.random() < 0.5) for pair in pairs)}
@@ -224,7 +224,7 @@ def _again(one: Comparison) -> Comparison:
 
 
 def _attention_checks(pairs: Sequence[Candidate], count: int, rng: random.Random) -> list[Comparison]:
-    """Return at most `count` comparisons of an answer with the answer to another prompt, which must lose."""
+    """At most `count` comparisons of an answer with the answer to another prompt, which must lose."""
     checks: list[Comparison] = []
     for number in range(count):
         own = rng.choice(pairs)

@@ -40,14 +40,15 @@ class EpisodeLimits(Config):
     """`turn` assigns the reward of each turn (the term `type = "episode"`) to the turn's last token. Estimators that
     compare whole answers use the sum either way."""
     sources: tuple[str, ...] = added_option(())
-    """Sources of the prompts that the agent plays. `agent` without sources plays all that no other agent plays."""
+    """Sources of the prompts that the agent plays. `agent` without sources plays every prompt that no other agent
+    plays."""
 
     def callables(self) -> tuple[str, ...]:
-        """Return the user's functions and classes, whose modules belong to the key of a stage."""
+        """The user's functions and classes, whose modules belong to the key of a stage."""
         return ()
 
     def read_files(self) -> tuple[str, ...]:
-        """Return the further files whose content belongs to the key of a stage."""
+        """Further files whose content belongs to the key of a stage."""
         return ()
 
 
@@ -69,7 +70,7 @@ class EnvironmentAgent(EpisodeLimits):
     """Keyword arguments of the call; secrets as `"env:NAME"`."""
 
     def callables(self) -> tuple[str, ...]:
-        """Return the environment."""
+        """The environment."""
         return (self.environment,)
 
 
@@ -82,7 +83,7 @@ class OpenRLHFAgent(RewardingAgent):
     """Path of the OpenRLHF agent file."""
 
     def callables(self) -> tuple[str, ...]:
-        """Return the class in the file, or the function if it defines only that."""
+        """The class in the file, or the function if it defines only that."""
         names = _defined_names(self.file)
         return (f"{self.file}:{'step' if 'step' in names and 'AgentExecutor' not in names else 'AgentExecutor'}",)
 
@@ -98,7 +99,7 @@ class ToolsAgent(EpisodeLimits):
     """Maximum number of tool calls in an episode; further calls return an error."""
 
     def callables(self) -> tuple[str, ...]:
-        """Return the tools."""
+        """The tools."""
         return self.tools
 
 
@@ -111,14 +112,14 @@ class ProgramAgent(RewardingAgent):
     files: tuple[str, ...] = ()
     """Further files that affect the program; like the files in `command` they belong to the key of a stage."""
     variables: Annotated[dict[str, str], HOLDS_SECRETS] = {}
-    """Environment variables of the program, in addition to those of the run; secrets as `"env:NAME"`."""
+    """Environment variables of the program, added to the environment of the run; secrets as `"env:NAME"`."""
     give_label: bool = False
     """Whether the program gets the prompt's label, for programs that compute a reward themselves."""
     request_timeout_s: Annotated[Seconds, FAILURES] = 600.0
     """Deadline, in seconds, of one request of the program, including sampling."""
 
     def read_files(self) -> tuple[str, ...]:
-        """Return the scripts in `command`, the module that `-m` names if it is below this folder, and `files`."""
+        """The scripts in `command`, the module that `-m` names if it is below this folder, and `files`."""
         program, *arguments = self.command
         # Without a slash the program is searched only on PATH.
         words = [program] * ("/" in program) + arguments
@@ -189,7 +190,7 @@ class VerifiersAgent(RewardingAgent):
     """Deadline, in seconds, of one request of the environment, including sampling."""
 
     def read_files(self) -> tuple[str, ...]:
-        """Return the modules below `folders`."""
+        """The modules below `folders`."""
         return tuple(str(path) for folder in self.folders for path in sorted(Path(folder).rglob("*.py")))
 
 
@@ -209,17 +210,17 @@ class AgentsBySource(Config):
 
     @property
     def by_key(self) -> dict[str, AgentConfig]:
-        """Return the agents by their keys: `agent`, `agents.NAME`."""
+        """The agents by their keys: `agent`, `agents.NAME`."""
         named = {f"agents.{name}": agent for name, agent in sorted(self.agents.items())}
         return named if self.agent is None else {"agent": self.agent} | named
 
     @property
     def plays_all(self) -> bool:
-        """Return whether prompts of every source have an agent."""
+        """Whether prompts of every source have an agent."""
         return self.agent is not None and not self.agent.sources
 
     def agent_keys(self) -> dict[str, str]:
-        """Return source -> the key of the agent that plays its prompts; below "" that of all other sources.
+        """Map each source to the key of the agent that plays its prompts; "" stands for all other sources.
 
         The key is "" if prompts are answered in one turn.
         """
@@ -227,11 +228,11 @@ class AgentsBySource(Config):
         return {"": "agent" * self.plays_all} | named
 
     def longest(self, max_tokens: int) -> int:
-        """Return the most tokens of an episode, or of an answer of one turn if there are any, which has `max_tokens`."""
+        """The most tokens of an episode, or of an answer of one turn if there are any, which has `max_tokens`."""
         return max([max_tokens] * (not self.plays_all) + [one.max_episode_tokens for one in self.by_key.values()])
 
     def check_agents(self, sources: Collection[str], *, key: str) -> None:
-        """Raise ConfigError for a source of an agent that no prompt has; `sources` are those of the prompts."""
+        """Raise ConfigError for a source of an agent that no prompt has; `sources` are the sources of the prompts."""
         for name, agent in self.by_key.items():
             for source in sorted(set(agent.sources) - set(sources)):
                 rule = f"no prompt has the source {source!r}; {nearest(source, sorted(sources))}"
@@ -256,9 +257,9 @@ class AgentsBySource(Config):
 
 
 def check_episode_rewards(agents: AgentsBySource, rewards: RewardsConfig) -> None:
-    """Raise ValueError for a term of type `episode` that applies to prompts without an episode, or whose turns earn no part.
+    """Raise ValueError for a term of type `episode` on prompts without an episode, or whose turns earn no part of it.
 
-    The spans of partial rollouts look like those of an episode, and none of them earns anything.
+    The spans of partial rollouts look like an episode's spans, and none of them earns anything.
     """
     terms = {name: term for name, term in rewards.terms.items() if isinstance(term, EpisodeReward)}
     played = {source for agent in agents.by_key.values() for source in agent.sources}
@@ -283,7 +284,7 @@ def check_episode_rewards(agents: AgentsBySource, rewards: RewardsConfig) -> Non
 
 
 def turn_weight(agents: AgentsBySource, rewards: RewardsConfig, source: str) -> float:
-    """Return the weight of a turn's reward that is assigned to the turn itself; 0 if the whole episode earns it."""
+    """The weight of a turn's reward that is assigned to the turn itself; 0 if the whole episode earns it."""
     keys = agents.agent_keys()
     key = keys.get(source, keys[""])
     if not key or agents.by_key[key].credit == "episode":
@@ -293,7 +294,7 @@ def turn_weight(agents: AgentsBySource, rewards: RewardsConfig, source: str) -> 
 
 
 def _defined_names(file: str) -> set[str]:
-    """Return the names that a file defines or imports at its top level; empty if it is missing or not valid Python."""
+    """The names that a file defines or imports at its top level; empty if it is missing or not valid Python."""
     try:
         body = ast.parse(Path(file).read_bytes()).body
     except (OSError, SyntaxError, ValueError):

@@ -18,9 +18,10 @@ class ProgramAnnotator(Config):
     function: str
     """Reward as `module:function` or `file.py:function`: list[Generation] -> list[float]."""
     annotators: int = Field(1, ge=1)
-    """Number of simulated people; each judges every comparison with noise of its own."""
+    """Number of simulated people; each judges every comparison with separate noise."""
     temperature: float = Field(1.0, gt=0)
-    """Noise: the answer with reward a is chosen over the one with b with probability sigmoid((a - b) / temperature)."""
+    """Noise: an answer with reward a is chosen over an answer with reward b with probability sigmoid((a - b) /
+    temperature)."""
     tie_below: float = Field(0.0, ge=0)
     """Rewards that differ by less than this are a tie."""
     timeout_s: Annotated[Seconds, OPERATIONAL] = 600.0
@@ -31,12 +32,12 @@ class Patience(Config):
     """Time that the stage waits for people."""
 
     needed: float = Field(1.0, gt=0, le=1)
-    """Share of the comparisons that must be judged before the stage goes on."""
+    """Share of the comparisons that must be judged before the stage continues."""
     deadline_hours: Annotated[float, Field(ge=0), OPERATIONAL] = 0.0
-    """Hours after which the stage goes on with the judgments that are there; 0 sets no deadline."""
+    """Hours after which the stage continues with the judgments that are there; 0 sets no deadline."""
 
     def is_late(self, since_s: float, *, now: float) -> bool:
-        """Return whether the deadline has passed for comparisons that were shown first at `since_s`.
+        """Whether the deadline has passed for comparisons that were shown first at `since_s`.
 
         >>> Patience(deadline_hours=1).is_late(0.0, now=3601.0)
         True
@@ -47,9 +48,9 @@ class Patience(Config):
 class FileAnnotator(Patience):
     """Judgments from a JSONL file that people, or a labeling tool, fill in.
 
-    The stage writes the comparisons to `comparisons.jsonl` in a folder of their own in `folder`, named by their digest,
-    and waits for `judgments.jsonl` beside it, with a line `{"id": ..., "choice": "first" | "second" | "tie" | "both_bad", "annotator": ..., "reason": ...}` for each
-    judgment.
+    The stage writes the comparisons to `comparisons.jsonl` in a separate folder in `folder`, named by their digest, and
+    waits for `judgments.jsonl` in the same folder, with a line
+    `{"id": ..., "choice": "first" | "second" | "tie" | "both_bad", "annotator": ..., "reason": ...}` for each judgment.
     """
 
     type: Literal["file"] = "file"
@@ -65,9 +66,9 @@ class FileAnnotator(Patience):
 
 
 class ReviewAnnotator(Patience):
-    """People who judge in MLflow's Review page, each in a queue of their own.
+    """People who judge in MLflow's Review page, each in a separate queue.
 
-    The MLflow is that of the run. Without `rlhf up` the queues are made, and the page is missing.
+    The queues are in the MLflow of the run. Without `rlhf up` they are created, but the page is missing.
     """
 
     type: Literal["mlflow"] = "mlflow"
@@ -76,7 +77,7 @@ class ReviewAnnotator(Patience):
     overlap: int = Field(1, ge=1)
     """Number of annotators who judge each comparison, each without seeing the answers of the others."""
     instruction: str = "Which answer is better? Give a reason if you can."
-    """Text beside the choice; the request and both answers are shown in any case."""
+    """Text next to the choice; the request and both answers are shown in any case."""
     experiment: Annotated[str, Field(min_length=1), OPERATIONAL] = "annotation"
     """Experiment in MLflow whose Review page has the queues; it is created if it does not exist."""
 
@@ -143,5 +144,5 @@ class JudgeAnnotator(ChatServer):
 
 
 People = FileAnnotator | ReviewAnnotator
-"""Annotators whom a stage waits for."""
+"""Annotators for whom a stage waits."""
 Annotator = Annotated[ProgramAnnotator | FileAnnotator | ReviewAnnotator | JudgeAnnotator, Field(discriminator="type")]

@@ -94,9 +94,9 @@ class InstructionsWorld(Config):
     demonstrations: int = added_option(0, ge=0)
     """Number of written answers to training prompts, each of which follows its instructions; 0 makes no such table."""
     eval_demonstrations: int = added_option(24, ge=1)
-    """Number of held-out ones, if `demonstrations` > 0."""
+    """Number of held-out written answers, if `demonstrations` > 0."""
     singles: int = added_option(4, ge=1, le=100)
-    """Ratio of training prompts with one instruction of a kind to those with a combination."""
+    """Ratio of training prompts with one instruction of a kind to training prompts with a combination."""
     combined: int = added_option(2, ge=1, le=3)
     """The most instructions of one training prompt."""
     kinds: tuple[InstructionKind, ...] = added_option(())
@@ -157,7 +157,7 @@ FORMER_ADDED_COMPARED = ("ratings", "ranks", "scores", "thumbs")
 
 
 class Columns(RenamedConfig):
-    """The source's names of the columns that its format reads; an empty name means the format's own."""
+    """The source's names of the columns that its format reads; an empty name means the format's default name."""
 
     prompt: str = ""
     completion: str = ""
@@ -168,7 +168,7 @@ class Columns(RenamedConfig):
     label: str = ""
 
     def recorded(self, table: dict[str, Any]) -> dict[str, Any]:
-        """The columns with those that 0.2 had, as they are in the keys of results."""
+        """Add the columns of 0.2 to the table, as the keys of results have them."""
         return table | dict.fromkeys((*FORMER_COLUMNS, *FORMER_COMPARED, "id"), "")
 
 
@@ -203,11 +203,11 @@ class Use(Config):
     steps: float = Field(0.0, ge=0, le=1)
     """Share of the source's prompts that become judged steps; only stepwise rows have steps and their labels."""
     eval_demonstrations: float = added_option(0.0, ge=0, le=1)
-    """Share of the source's prompts that become held-out demonstrations, in place of a part of those to train on."""
+    """Share of the source's prompts that become held-out demonstrations, in place of a part of the training rows."""
     eval_preferences: float = added_option(0.0, ge=0, le=1)
-    """Share of the source's prompts that become held-out pairs, in place of a part of those to train on."""
+    """Share of the source's prompts that become held-out pairs, in place of a part of the training rows."""
     eval_steps: float = added_option(0.0, ge=0, le=1)
-    """Share of the source's prompts that become held-out judged steps, in place of a part of those to train on."""
+    """Share of the source's prompts that become held-out judged steps, in place of a part of the training rows."""
 
     @model_validator(mode="after")
     def _check_shares(self) -> Use:
@@ -218,7 +218,7 @@ class Use(Config):
 
 
 HELD_OUT = ("eval_demonstrations", "eval_preferences", "eval_steps")
-"""Tables that are a part of those to train on unless a source has their rows."""
+"""Tables that are split off the training rows unless a source has rows for them."""
 KINDS = tuple(table for table in Use.model_fields if table not in HELD_OUT)
 """The other tables."""
 
@@ -247,8 +247,8 @@ class Source(RenamedConfig):
     """Your function, `rows.py:to_row`, for rows in any other form. It gets a row of the file as a dictionary and returns one
     in a known form, a list of several, or None to leave the row out. Its code is part of the key."""
     label_coding: LabelCoding = added_option("auto")
-    """Whether `label` beside one answer is a verdict on it (`verdict`: bad answers are not imitated) or the expected
-    answer (`answer`). `auto` infers it from the labels of the whole source and refuses ambiguous ones."""
+    """Whether `label` in a row with one answer is a verdict on it (`verdict`: bad answers are not imitated) or the
+    expected answer (`answer`). `auto` infers it from the labels of the whole source and refuses ambiguous ones."""
     repeated_prompts: Literal["remove", "keep"] = added_option("remove")
     """Treatment of prompts that nearly all answers of the source begin with."""
     weight: float = Field(1.0, gt=0)
@@ -257,7 +257,7 @@ class Source(RenamedConfig):
     """Shares of the source's prompts for each table; the parts are disjoint."""
 
     def recorded(self, table: dict[str, Any]) -> dict[str, Any]:
-        """The options with those that 0.2 had, at the places where they are in the JSON of results."""
+        """Add the options of 0.2 to the table, at the places where the JSON of results has them."""
         found: dict[str, Any] = {}
         for name, value in table.items():
             found |= {"ranking_pairs": "max_min"} if name == "weight" else {}
@@ -323,7 +323,8 @@ class Filters(Config):
     """Treatment of rows with personal data (emails, phone numbers, credit cards, IP addresses, keys and tokens): `drop`
     leaves them out, `mask` writes `[EMAIL]`, `[PHONE]`, `[CARD]`, `[IP]` and `[KEY]` in their place."""
     phone_region: str = Field("", pattern="^([A-Z]{2})?$")
-    """Country (ISO 3166-1, `US`) whose national phone numbers are found too; without it only those with a `+`."""
+    """Country (ISO 3166-1, `US`) whose national phone numbers are found too; without it, only numbers with a `+` are
+    found."""
 
 
 class Files(Config):
@@ -347,8 +348,8 @@ class Files(Config):
     deduplicate: bool = True
     """Whether repeated rows are dropped."""
     decontaminate: Literal["off", "prompt", "ngram"] = "prompt"
-    """Training rows to drop: `prompt` drops those that begin with a prompt of an evaluation table, `ngram` also those
-    that share an n-gram with one."""
+    """Training rows to drop: `prompt` drops rows that begin with a prompt of an evaluation table, `ngram` also drops
+    rows that share an n-gram with one."""
     ngram: int = Field(13, ge=2)
     """Number of words in an n-gram."""
     min_tokens: int = Field(1, ge=0)
@@ -384,7 +385,7 @@ class Files(Config):
         return self
 
     def filled(self) -> tuple[str, ...]:
-        """Return the tables, such as `eval_steps`, of which some source has a share."""
+        """The tables, such as `eval_steps`, of which some source has a share."""
         return tuple(table for table in Use.model_fields if any(getattr(one.use, table) for one in self.sources))
 
 

@@ -20,7 +20,7 @@ NATIVE_BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 
 @cache
 def multiplies_bfloat16(cpu_info: Path = CPU_INFO) -> bool:
-    """Return whether this machine's processor multiplies bfloat16 natively; False if unknown."""
+    """Whether this machine's processor multiplies bfloat16 natively; False if unknown."""
     try:
         lines = cpu_info.read_text(encoding="utf-8").splitlines()
     except OSError:  # not Linux
@@ -30,7 +30,7 @@ def multiplies_bfloat16(cpu_info: Path = CPU_INFO) -> bool:
 
 
 def native_dtype(value: Any) -> Any:
-    """Return the precision that `auto` means on this machine, and anything else as it is.
+    """Resolve `auto` to the precision of this machine; other values stay unchanged.
 
     >>> native_dtype("float32")
     'float32'
@@ -44,7 +44,7 @@ Precision = Literal["float32", "bfloat16"]
 DType = Annotated[
     Precision, BeforeValidator(native_dtype, json_schema_input_type=Literal["auto", "float32", "bfloat16"])
 ]
-"""Precision; `auto` is replaced when the configuration is read, so plans and keys have the precision itself."""
+"""Precision; `auto` is replaced when the configuration is read, so plans and keys contain the resolved precision."""
 
 # ---------------------------------------------------------------- training
 
@@ -117,7 +117,7 @@ class TrainerConfig(Config):
 
     @property
     def ranks_per_share(self) -> int:
-        """Return the number of neighboring train workers that get the same samples."""
+        """The number of neighboring train workers that get the same samples."""
         return self.sequence_parallel * self.tensor_parallel
 
     @model_validator(mode="after")
@@ -178,7 +178,7 @@ class SamplingConfig(Config):
 
     @property
     def reshapes(self) -> str:
-        """Return the first setting by which tokens are not drawn from the policy's whole distribution, or ""."""
+        """The first setting by which tokens are not sampled from the policy's full distribution, or ""."""
         whole = {"top_p": 1.0, "top_k": 0, "min_p": 0.0} | NO_PENALTIES
         return next(
             (f"{name} = {getattr(self, name)}" for name, one in whole.items() if getattr(self, name) != one), ""
@@ -186,7 +186,7 @@ class SamplingConfig(Config):
 
     @property
     def penalties(self) -> dict[str, float]:
-        """Return the penalties that are set, by name."""
+        """The penalties that are set, by name."""
         return {name: getattr(self, name) for name, none in NO_PENALTIES.items() if getattr(self, name) != none}
 
     @field_validator("temperature")
@@ -218,7 +218,7 @@ class EngineNeeds:
     device_transfer: bool = False
     """Whether a trainer may send weights from GPU to GPU: the engine is a `DeviceSampler` with `transfer`."""
     adapters: bool = False
-    """Whether the engine takes the adapters of a policy that trains such, without its other weights."""
+    """Whether the engine accepts the adapters of a policy alone, without its other weights."""
 
 
 class BaseSamplerConfig(Config):
@@ -233,7 +233,7 @@ class BaseSamplerConfig(Config):
     """Name of the sampler in profiles; for a class of your own its path, `package.module:Class`."""
 
     def needs(self) -> EngineNeeds:
-        """Return the resources that the sampler needs: by default one process that gets weights through host memory."""
+        """The resources that the sampler needs: by default one process that gets weights through host memory."""
         return EngineNeeds()
 
     def records_experts(self) -> bool:
@@ -242,9 +242,9 @@ class BaseSamplerConfig(Config):
 
 
 def check_lora_sync(lora: LoraConfig | None, *, key: str) -> None:
-    """Raise ConfigError for adapters that a sampler cannot be sent alone (`lora_sync = "adapter"`).
+    """Raise ConfigError for adapters that cannot be sent alone to a sampler (`lora_sync = "adapter"`).
 
-    `key` is that of `lora`, in the stage that trains them.
+    `key` is the key of `lora`, in the stage that trains the adapters.
     """
     remedy = 'or set runtime.sampler.lora_sync = "merged"'
     if lora is None:
@@ -261,7 +261,10 @@ def check_lora_sync(lora: LoraConfig | None, *, key: str) -> None:
 
 
 def check_lora(lora: LoraConfig | None, trainer: TrainerConfig, *, key: str) -> None:
-    """Raise ConfigError for 4-bit weights under ZeRO 3, and adapters of experts with Liger. `key` is the one of `lora`."""
+    """Raise ConfigError for 4-bit weights under ZeRO 3, and adapters of experts with Liger.
+
+    `key` is the key of `lora`.
+    """
     if lora is not None and lora.quantize and trainer.zero_stage == 3:
         rule, remedy = "ZeRO 3 cannot partition 4-bit weights", "use runtime.trainer.zero_stage <= 2, or remove it"
         raise ConfigError(f"{key}.quantize", lora.quantize, rule, remedy)

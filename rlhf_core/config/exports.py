@@ -1,4 +1,4 @@
-"""Check `export_every`, the interval of policies that a training exports on its way."""
+"""Check `export_every`, the number of steps after which a training exports its current policy."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self
@@ -9,9 +9,9 @@ from rlhf_core.schema.base import Config
 
 
 class ExportingConfig(Config):
-    """A training whose loop may export its model on the way."""
+    """A training whose loop may export intermediate models."""
 
-    if TYPE_CHECKING:  # fields of each training, in an order of its own
+    if TYPE_CHECKING:  # fields of each training, which orders them differently
         export_every: int
         loop: Any
 
@@ -22,7 +22,7 @@ class ExportingConfig(Config):
 
     @model_validator(mode="after")
     def _check_exports(self) -> Self:
-        """Raise ValueError for models that are exported on the way where the number of steps depends on the data."""
+        """Raise ValueError for models that are exported during training if the number of steps depends on the data."""
         if self.export_every:
             if not self.loop.max_steps:
                 raise ValueError(
@@ -34,7 +34,7 @@ class ExportingConfig(Config):
 
 
 def check_exports(every: int, name: str, last: int) -> None:
-    """Raise ValueError for policies on the way of which there are none before the `last` step, whose option has this name."""
+    """Raise ValueError if no policy is exported before the `last` step; the option `name` sets the number of steps."""
     if every >= last:
         raise ValueError(
             f"export_every = {every}: there is no such step before the end ({name} = {last}); lower it, or leave it at 0"
@@ -47,7 +47,7 @@ def steps_exported(every: int, last: int) -> tuple[int, ...]:
 
 
 def refuse_exports(trainings: Mapping[str, Any]) -> None:
-    """Raise ValueError for a training inside of a group of stages that exports policies on the way, which no stage would read."""
+    """Raise ValueError if a training in a group of stages exports intermediate policies, which no stage would read."""
     for key, config in trainings.items():
         if config is not None and config.export_every:
             raise ValueError(

@@ -36,7 +36,7 @@ OFF: tuple[object, ...] = (0, None, "none")
 
 
 def renamed(table: Mapping[str, Any], below: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the tables of a `[ppo]` with former keys, which is laid over the current one `below`.
+    """Move the former keys of a `[ppo]`, which is laid over the current one `below`, to the current tables.
 
     Raises ValueError for an option under both of its names, and for ways of sampling that exclude each other.
 
@@ -72,7 +72,7 @@ def renamed(table: Mapping[str, Any], below: Mapping[str, Any]) -> Mapping[str, 
 
 
 def present_option(key: str) -> str:
-    """Return the present name of an option of a stage or a profile, which records, and profiles of before, name otherwise.
+    """The present name of an option of a stage or a profile, for a name that records and old profiles may use.
 
     >>> present_option("ppo.kl_coef"), present_option("recipe.improve.staleness"), present_option("ppo.ahead.staleness")
     ('ppo.kl.coef', 'recipe.improve.ahead.steps', 'ppo.ahead.staleness')
@@ -94,7 +94,7 @@ def _without_other_type(kl: Mapping[str, Any], below: object) -> dict[str, Any]:
 
 
 def _ways(ahead: Any) -> dict[str, Any]:
-    """Return `[ppo.ahead]` under the former names."""
+    """Convert `[ppo.ahead]` to the former names."""
     table = {"type": ahead} if isinstance(ahead, str) else dict(ahead) if isinstance(ahead, Mapping) else {}
     match table.pop("type", None):
         case "dynamic":
@@ -108,7 +108,7 @@ def _ways(ahead: Any) -> dict[str, Any]:
 
 
 def _ahead(ways: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the `[ppo.ahead]` of former keys; {} if they switch everything off."""
+    """Convert former keys to `[ppo.ahead]`; {} if they switch everything off."""
     dynamic, behind, tokens, groups = (
         ways[name] for name in ("dynamic_sampling", "staleness", "partial_tokens", "in_flight_groups")
     )
@@ -128,7 +128,7 @@ def _ahead(ways: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def recorded(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `[ppo]` under the names, and in the order, that results were recorded with."""
+    """The fields of `[ppo]` under the names, and in the order, in which results were recorded."""
     kl, value = dict(table["kl"]), table["value"]
     flat: dict[str, Any] = {}
     for name, one in table.items():

@@ -1,9 +1,9 @@
 """Configure evaluation and monitoring of policy optimization: `[ppo.evaluate]` and `[[ppo.monitors]]`.
 
-Name what policy optimization and training on rows measure, so that a misspelt metric is refused before they run.
+List the metrics of policy optimization and of training on rows, so that a misspelt metric is refused before they run.
 
-`*` in a name stands for any text: what users' functions log. A name that a run may have is among them; whether it has it
-depends on data, too.
+`*` in a name stands for any text, since users' functions log under any name. The lists contain every name that a run
+may log; whether it does may depend on the data.
 """
 
 import re
@@ -22,7 +22,7 @@ from rlhf_core.schema.base import Config
 # ---------------------------------------------------------------- measured
 
 UPDATE = ("loss", "grad_norm", "learning_rate", "skipped", "router_aux")
-"""Of every optimizer step."""
+"""Metrics of every optimizer step."""
 POLICY_LOSS = ("policy_loss", "clip_fraction", "approx_kl", "ratio_max", "entropy", "correction_fraction", "ref_kl",
                "kl_loss", "dropped_by_loss", *UPDATE)  # fmt: skip
 VALUE_LOSS = ("value_loss", "value_clip_fraction", "value_mean", "explained_variance", *UPDATE)
@@ -35,11 +35,11 @@ ROW_LOSS = (
     *("logprobs/chosen", "logprobs/rejected", "log_odds_ratio", "odds_ratio_loss"),
     *("agreement", "divergence", "divergence/*", "logprob_gap", "aligned"),
 )
-"""Of the losses of SFT, reward models, preferences and distillation."""
+"""Metrics of the losses of SFT, reward models, preferences and distillation."""
 
 
 def step_metrics(rewards: RewardsConfig, *, custom_loss: bool) -> tuple[str, ...]:
-    """Return the metrics of a step of policy optimization; those of a `custom_loss` may have any name below `policy/`."""
+    """List the metrics of a step of policy optimization; a `custom_loss` may log any name below `policy/`."""
     terms = components(rewards)
     return (
         *(f"reward/{name}" for name in ("mean", "std", "greedy", "zero_variance_groups")),
@@ -63,7 +63,7 @@ def step_metrics(rewards: RewardsConfig, *, custom_loss: bool) -> tuple[str, ...
 
 
 def evaluation_metrics(rewards: RewardsConfig, independent: RewardsConfig | None) -> tuple[str, ...]:
-    """Return the metrics of an evaluation on held-out prompts during policy optimization."""
+    """List the metrics of an evaluation on held-out prompts during policy optimization."""
     scored = {"reward": rewards} | ({} if independent is None else {"independent": independent})
     return (
         *("eval/length", "eval/truncated", "eval/unique"),
@@ -73,12 +73,12 @@ def evaluation_metrics(rewards: RewardsConfig, independent: RewardsConfig | None
 
 
 def components(rewards: RewardsConfig) -> list[str]:
-    """Return the names of the parts of a reward: its terms, and penalties if there are any."""
+    """The names of the parts of a reward: its terms, and penalties if it has any."""
     return [*rewards.terms, *["truncated"] * bool(rewards.truncated), *["overlong"] * bool(rewards.overlong)]
 
 
 def is_named(metric: str, known: Iterable[str]) -> bool:
-    """Return whether `metric` is among the `known` names.
+    """Whether `metric` is among the `known` names.
 
     >>> is_named("reward_extra/mine/hits", ["reward_extra/*"]), is_named("kl/k4", ["kl/k3"])
     (True, False)
@@ -87,7 +87,7 @@ def is_named(metric: str, known: Iterable[str]) -> bool:
 
 
 def remedy_of(metric: str, known: Collection[str], *, shown: int = 40) -> str:
-    """Return the remedy for a metric that is not in `known`: the nearest name, or all of them.
+    """The remedy for a metric that is not in `known`: the nearest name, or all of them.
 
     >>> remedy_of("kl/k4", ["kl/k3", "reward/mean"])
     'did you mean kl/k3?'
@@ -133,7 +133,7 @@ class HeldOutConfig(Config):
 
     @property
     def best_by(self) -> str:
-        """Return the metric by which the best checkpoint is chosen."""
+        """The metric by which the best checkpoint is chosen."""
         return self.metric or (INDEPENDENT if self.independent else PROXY)
 
 
@@ -200,7 +200,7 @@ def check_watched(
 def _never_logged(
     name: str, evaluate: HeldOutConfig | None, *, uses_reference: bool, uses_values: bool, uses_teachers: bool
 ) -> str:
-    """Return why a metric is never logged, with the remedy; "" if it may be logged."""
+    """The reason why a metric is never logged, with the remedy; "" if it may be logged."""
     if name.startswith("kl/") and not uses_reference:
         return "because there is no reference; set kl.coef above 0"
     if name.startswith("value/") and not uses_values:

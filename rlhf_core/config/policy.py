@@ -1,4 +1,4 @@
-"""Configure PPO and related methods: `[ppo]`, with `[ppo.advantage] type`, `[ppo.loss] type` and so on in a profile.
+"""Configure PPO and related methods: `[ppo]`, with `[ppo.advantage] type`, `[ppo.loss] type` and so on.
 
 A bare name selects a method with its defaults: `advantage = "grpo"`.
 
@@ -60,7 +60,7 @@ class ReferenceSync(Config):
     every: int = Field(ge=1)
     """Number of steps after which the reference takes over weights of the policy."""
     mix: float = Field(1.0, gt=0, le=1)
-    """Part of the policy in the new reference: 1 takes its weights as they are, less the weighted mean."""
+    """Part of the policy in the new reference: 1 copies the policy's weights, less takes the weighted mean."""
 
 
 class KLPenalty(Config):
@@ -73,7 +73,7 @@ class KLPenalty(Config):
     horizon: int = Field(10_000, ge=1)
     """Number of rollouts over which an adapted coefficient may change by 20 %; more than a fifth of a step's."""
     reference_sync: ReferenceSync | None = added_option(None)
-    """When the reference takes over weights of the policy; None keeps it as it is."""
+    """When the reference takes over weights of the policy; None keeps it unchanged."""
 
     @model_validator(mode="after")
     def _check_coef(self) -> Self:
@@ -107,7 +107,7 @@ class KLAsLoss(KLPenalty):
     """Where the penalty enters: `reward` subtracts k1 from every token's reward, `loss` adds k2 to the loss."""
     estimator: KLInLoss = added_option("k2")
     """Estimator that is added: `k2`; the value of `k1` or `k3` with the gradient of k2, the reverse KL's (arXiv
-    2510.01555); or `k3_direct`, k3 with its own gradient, as in GRPO's paper (arXiv 2402.03300 eq. 4)."""
+    2510.01555); or `k3_direct`, k3 with its plain gradient, as in GRPO's paper (arXiv 2402.03300 eq. 4)."""
 
 
 KL = Annotated[KLInReward | KLAsLoss, Field(discriminator="in_")]
@@ -200,9 +200,9 @@ class PPOConfig(AgentsBySource, RenamedConfig):
     """Share of the prompts of each step by their source, as `{gsm8k = 0.7, support = 0.3}`; they are divided by their sum.
     Sources without a share are left out. Without a table, prompts come in the proportions of the data."""
     order: Literal["shuffled", "given", "easy_first", "band"] = added_option("shuffled")
-    """Order of the prompts in each epoch: another one each time, that of the data, or those first that the policy answered
-    best when a `select` stage of type `prompts` measured them. `band`: those first whose answers in this run earned a mean
-    inside of `band`, or that it has not answered yet."""
+    """Order of the prompts in each epoch: `shuffled` is new each time, `given` is the order of the data. `easy_first`
+    begins with the prompts that the policy answered best when a `select` stage of type `prompts` measured them. `band`
+    begins with prompts whose answers in this run earned a mean inside of `band`, or without answers so far."""
     band: RewardBand = added_option(RewardBand())
     """The prompts that `order = "band"` takes first."""
     sampling: SamplingConfig = SamplingConfig()
@@ -234,7 +234,7 @@ class PPOConfig(AgentsBySource, RenamedConfig):
     distill: PolicyDistillation | None = added_option(None)
     """Teachers whose log-probs at the policy's own tokens are advantages (on-policy distillation)."""
     ahead: Ahead | None = None
-    """Another way to sample than one round of whole answers per step by its own weights: the next steps while this one
+    """Replaces sampling in one round of whole answers per step with that step's weights: the next steps while this one
     trains (`staleness`), in parts (`partial`), or again for groups that carry no gradient (`dynamic`)."""
 
     truncated_answers: TruncatedAnswers = added_option("train")
@@ -243,7 +243,7 @@ class PPOConfig(AgentsBySource, RenamedConfig):
     their reward instead."""
 
     value: ValueConfig = ValueConfig()
-    """The value model, which only gae has."""
+    """The value model, used only by `gae`."""
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-6)
     lora: LoraConfig | None = None
 
@@ -260,17 +260,17 @@ class PPOConfig(AgentsBySource, RenamedConfig):
 
     @property
     def uses_reference(self) -> bool:
-        """Return whether anything depends on the reference: a coefficient of 0 stays 0, as it is adapted by factors."""
+        """Whether anything depends on the reference: a coefficient of 0 stays 0, since it is adapted by factors."""
         return self.kl.coef > 0
 
     def lends_reference(self, reference: object, policy: object) -> bool:
-        """Return whether the reference is the policy without its adapters: both start from the same weights, unrounded."""
+        """Whether the reference is the policy without its adapters: both start from the same weights, unrounded."""
         follows = self.kl.reference_sync is not None
         return self.lora is not None and not self.lora.quantize and not follows and reference == policy
 
     @property
     def exported_steps(self) -> tuple[int, ...]:
-        """Return the steps after which the policy is exported, without the last one."""
+        """The steps after which the policy is exported, without the last one."""
         return steps_exported(self.export_every, self.steps)
 
     @property
@@ -290,7 +290,7 @@ class PPOConfig(AgentsBySource, RenamedConfig):
 
     @property
     def staleness(self) -> int:
-        """Return by how many steps the sampling weights lag behind."""
+        """The number of steps by which the sampling weights lag behind."""
         match self.ahead:
             case Staleness(steps=steps) | PartialRollouts(staleness=steps):
                 return steps
@@ -299,12 +299,12 @@ class PPOConfig(AgentsBySource, RenamedConfig):
 
     @property
     def estimator(self) -> Advantage | None:
-        """Return the estimator of the rewards' advantages, None if only teachers are learned from."""
+        """The estimator of the rewards' advantages, None if the policy learns only from teachers."""
         return None if self.distill and not self.distill.reward_weight else self.advantage
 
     @property
     def uses_values(self) -> bool:
-        """Return whether a value model is trained."""
+        """Whether a value model is trained."""
         return self.estimator is not None and self.estimator.uses_values
 
     @model_validator(mode="before")
@@ -317,11 +317,11 @@ class PPOConfig(AgentsBySource, RenamedConfig):
         return ({"rewards": {"terms": {}}} if alone else {}) | dict(renamed(table, below={}))
 
     def recorded(self, table: dict[str, Any]) -> dict[str, Any]:
-        """Return the fields under the names that results were recorded with."""
+        """The fields under the names with which results were recorded."""
         return recorded(table)
 
     def sources_used(self, sources: Collection[str], *, key: str, present: bool = True) -> set[str]:
-        """Return those of the prompts' `sources` that are drawn; ConfigError for one that there is not, or without a term.
+        """Select the `sources` that are drawn. Raises ConfigError for an unknown source, or one without a term.
 
         Unless all are `present` in the end, as after a selection, a source may have no term.
         """
@@ -469,7 +469,7 @@ class PPOConfig(AgentsBySource, RenamedConfig):
         return self
 
     def turn_weight(self, source: str) -> float:
-        """Return the weight of a turn's reward that is assigned to the turn itself; 0 if the whole episode earns it."""
+        """The weight of a turn's reward that is assigned to the turn itself; 0 if the whole episode earns it."""
         return turn_weight(self, self.rewards, source)
 
     @model_validator(mode="after")
@@ -606,7 +606,7 @@ class PPOConfig(AgentsBySource, RenamedConfig):
 
 
 def _what_compares_groups(rewards: RewardsConfig) -> list[str]:
-    """Return the settings that need several answers to a prompt: normalization turns a single one's reward into 0."""
+    """List the settings that need several answers to a prompt: normalization turns a single answer's reward into 0."""
     found = ['rewards.composition.type = "gdpo"'] * isinstance(rewards.composition, Gdpo)
     for name, t in rewards.terms.items():
         found += [f'rewards.terms.{name}.normalize = "group"'] * (t.normalize == "group")
@@ -640,7 +640,7 @@ class LoopConfig(Config):
 
 
 def check_best(holds_out: str, fraction: float, loops: Mapping[str, LoopConfig]) -> None:
-    """Raise ValueError for a loop that keeps the best checkpoint by rows of which `holds_out` holds none out."""
+    """Raise ValueError for a loop that keeps the best checkpoint although `holds_out` holds out no rows for it."""
     for key, loop in loops.items():
         if loop.keep_best and not fraction:
             raise ValueError(

@@ -44,8 +44,8 @@ class Term(RenamedConfig):
     weight_steps: int = Field(0, ge=0)
     """Steps over which the weight changes to `weight_end`."""
     normalize: Literal["none", "running", "group"] = "none"
-    """Normalization of the values: `running` uses all values of this term so far, `group` those of the same prompt. It
-    subtracts the mean and divides by the standard deviation; equal values become 0."""
+    """Normalization of the values: `running` uses all values of this term so far, `group` the values of the same
+    prompt. It subtracts the mean and divides by the standard deviation; equal values become 0."""
     clip: float = Field(0.0, ge=0)
     """Bound to which absolute values are clipped; 0 does not clip."""
     sources: tuple[str, ...] = added_option(())
@@ -127,8 +127,8 @@ class FunctionReward(Term):
     """Treatment of answers for which the function fails: `fail` ends the run, `invalid` leaves them out with their
     group."""
     cache: Annotated[bool, OPERATIONAL] = False
-    """Whether values are cached by content. Only for a function that gives the same answer the same value whatever else
-    is in the batch: not for one that is random or compares answers."""
+    """Whether values are cached by content. Only for a function that gives the same answer the same value in any batch:
+    not for one that is random or compares answers."""
 
     @model_validator(mode="after")
     def _check_batches_of_comparisons(self) -> Self:
@@ -230,21 +230,21 @@ class JudgedTerm(Term):
     `{criterion}`, and where a judge compares answers `{answers}` in place of `{completion}`; other braces stay."""
     rubric_column: str = added_option("")
     """Field of the prompt's label that holds its rubric: a text, or a list of criteria, each a text or
-    `{criterion = ..., weight = ...}`. A template with `{rubric}` shows all of it. One with `{criterion}` is asked once for each
-    criterion, and the reward is sum(w * s) / sum(w > 0), with s the score from 0 (lowest) to 1 (highest); a negative weight is
-    that of a fault."""
+    `{criterion = ..., weight = ...}`. A template with `{rubric}` shows all of it. A template with `{criterion}` is
+    asked once for each criterion, and the reward is sum(w * s) / sum(w > 0), with s the score from 0 (lowest) to 1
+    (highest); a fault has a negative weight."""
     on_failure: Annotated[OnFailure, FAILURES] = "fail"
     """Treatment of answers for which the judge fails: `fail` ends the run, `invalid` leaves them out with their
     group."""
 
     @property
     def by_criterion(self) -> bool:
-        """Return whether there is a question for each criterion of the rubric."""
+        """Whether each criterion of the rubric gets a separate question."""
         return "{criterion}" in self.template
 
     @property
     def answers_place(self) -> str:
-        """Return the placeholder of what is judged."""
+        """The placeholder of the judged text."""
         return "{completion}"
 
     @model_validator(mode="after")
@@ -261,26 +261,26 @@ class JudgedTerm(Term):
 
 
 class GenerativeReward(JudgedTerm):
-    """The verdict of a policy as judge: a generative reward model (arXiv 2408.15240), a policy of the graph or of an earlier run.
+    """The verdict of a policy as judge: a generative reward model (arXiv 2408.15240), from the graph or an earlier run.
 
-    Nothing is sampled: the reward is sum(p * value) / sum(p), with p the probability of each reply in `verdicts`. So there is
-    a verdict on every answer, whatever the policy would say.
+    Nothing is sampled: the reward is sum(p * value) / sum(p), with p the probability of each reply in `verdicts`. So
+    every answer gets a verdict, even if the policy would reply something else.
     """
 
     type: Literal["generative_reward_model"] = "generative_reward_model"
     model: str
-    """Name of the policy among the reward models of the stage: that of a step, or `store:DIGEST`."""
+    """Name of the policy among the reward models of the stage: the name of a step's policy, or `store:DIGEST`."""
     verdicts: dict[str, float] = Field({"Yes": 1.0, "No": 0.0}, min_length=2)
     """Values of the replies; a reply counts with its end-of-turn token."""
 
     @property
     def low(self) -> float:
-        """Return the lowest value of a verdict."""
+        """The lowest value of a verdict."""
         return min(self.verdicts.values())
 
     @property
     def high(self) -> float:
-        """Return the highest value of a verdict."""
+        """The highest value of a verdict."""
         return max(self.verdicts.values())
 
     @model_validator(mode="after")
@@ -296,17 +296,19 @@ class JudgeReward(JudgedTerm, ChatServer):
 
     type: Literal["judge"] = "judge"
     compares: Literal["nothing", "group"] = added_option("nothing")
-    """Answers that a score is relative to: `group`, all answers to the prompt, which the judge then sees in one question and
-    scores in one reply. Those of failed episodes are not shown; one that is left alone is scored alone."""
+    """Answers that a score is relative to: `group`, all answers to the prompt, which the judge then sees in one
+    question and scores in one reply. Answers of failed episodes are not shown; if only one answer remains, it is scored
+    alone."""
     orders: int = added_option(2, ge=1)
     """Number of times that a group is shown, each in another order; a score is the mean over them. The second order is the
     first one reversed, so that a preference for early or late places cancels."""
     verdict: Annotated[PatternVerdict | JsonVerdict, Field(discriminator="type")] = PatternVerdict()
-    """Place of the score in the judge's answer, or where answers are compared of the list of their scores, in the order shown."""
+    """Pattern or field with the score in the judge's answer. If answers are compared, it holds the list of their
+    scores, in the order shown."""
     low: float = 0.0
     """Lowest accepted score."""
     high: float = 10.0
-    """Highest accepted score; a score outside `low` to `high` is a failure. Scores are not scaled, but those of a
+    """Highest accepted score; a score outside `low` to `high` is a failure. Scores are not scaled, except scores of a
     `{criterion}`."""
     temperature: float = Field(0.0, ge=0)
     """Sampling temperature of the judge."""
@@ -317,7 +319,7 @@ class JudgeReward(JudgedTerm, ChatServer):
 
     @property
     def answers_place(self) -> str:
-        """Return the placeholder of what is judged."""
+        """The placeholder of the judged text."""
         return "{answers}" if self.compares == "group" else "{completion}"
 
     @model_validator(mode="after")
@@ -357,7 +359,7 @@ RewardSpec = Annotated[
 
 
 def models_of(term: Term) -> list[tuple[str, str]]:
-    """Return the key and the name of each model that a term needs among the inputs of the stage.
+    """The key and the name of each model that a term needs among the inputs of the stage.
 
     >>> models_of(EnsembleReward(models=("one", "two")))
     [('models[0]', 'one'), ('models[1]', 'two')]
@@ -426,8 +428,8 @@ class TruncatedReward(Config):
     """Reward of truncated answers; the change is the component `truncated`."""
 
     type: Literal["scale", "penalty", "value"] = "penalty"
-    """`scale` multiplies a reward above 0 by `amount` (one below 0 stays: it would be forgiven), `penalty` subtracts
-    `amount`, `value` replaces the reward by `amount`."""
+    """`scale` multiplies a reward above 0 by `amount` (a negative one is unchanged, since scaling would soften it),
+    `penalty` subtracts `amount`, `value` replaces the reward by `amount`."""
     amount: float = 1.0
     """Factor, size of the penalty, or reward, depending on `type`."""
 
@@ -492,7 +494,7 @@ Rewards = Annotated[RewardsConfig, AfterValidator(_some_terms)]
 
 
 def what_moves_rewards(rewards: RewardsConfig) -> str:
-    """Return the first setting that scales a reward by the answers around it, or ""."""
+    """The first setting that scales a reward by other answers, or ""."""
     if rewards.normalize != "none":
         return f"rewards.normalize = {rewards.normalize!r}"
     if isinstance(rewards.composition, Gdpo):
@@ -508,7 +510,7 @@ def check_sources(
 ) -> None:
     """Raise ConfigError for one of `sources` without a term, and for a term of a source that is not `known`.
 
-    `sources` are those whose prompts are rewarded, `known` all that the prompts have, if they are more.
+    `sources` are the sources whose prompts are rewarded, `known` all sources of the prompts, if they are more.
     """
     for name, term in rewards.terms.items():
         for source in term.sources:
@@ -528,7 +530,7 @@ def check_sources(
 
 
 def what_compares_answers(rewards: RewardsConfig) -> str:
-    """Return the first setting that makes the value of a term relative to other answers, or ""."""
+    """The first setting that makes the value of a term relative to other answers, or ""."""
     for name, term in rewards.terms.items():
         counts = term.weight or term.weight_end
         if counts and isinstance(term, FunctionReward | RemoteReward | JudgeReward) and term.compares != "nothing":

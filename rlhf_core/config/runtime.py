@@ -49,8 +49,8 @@ class VllmSamplerConfig(BaseSamplerConfig):
     """Whether an engine that shares its GPU with a train worker frees the memory of its weights and its KV cache while a
     model trains, and takes it back to sample."""
     lora_sync: Literal["merged", "adapter"] = added_option("merged")
-    """What an engine is sent of a policy that trains adapters: all weights, with the adapters `merged`, or each `adapter` alone,
-    which it adds to the products of the weights that it has. Results differ by rounding."""
+    """How an engine receives a policy that trains adapters: all weights, with the adapters `merged`, or each `adapter`
+    alone, which it adds to the products of its weights. Results differ by rounding."""
     max_lora_rank: Annotated[Literal[1, 8, 16, 32, 64, 128, 256, 320, 512], OPERATIONAL] = added_option(16)
     """Largest rank of the adapters, for which an engine with `lora_sync = "adapter"` keeps room."""
     routed_experts: bool = added_option(False)
@@ -60,7 +60,7 @@ class VllmSamplerConfig(BaseSamplerConfig):
         return self.routed_experts
 
     def needs(self) -> EngineNeeds:
-        """Return `engines` processes of `tensor_parallel` GPUs each, which take weights from GPU to GPU, or adapters alone."""
+        """`engines` processes of `tensor_parallel` GPUs each, which take weights from GPU to GPU, or adapters alone."""
         alone = self.lora_sync == "adapter"
         return EngineNeeds(
             self.engines, self.tensor_parallel, sleeps=self.sleep, device_transfer=not alone, adapters=alone
@@ -133,7 +133,8 @@ EXECUTORS = {"ray-job": "rlhf_contrib.ray_jobs.executor:RayJobExecutor"}
 ClassPath = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
 """A class of a module that can be imported, `package.module:NAME`."""
 PoolRole = Literal["reference", "value_model", "reward_model", "teacher"]
-"""The models that may have train workers of their own; the policy is where the weights go to the engines from."""
+"""The models that may have separate train workers. The policy may not, because its workers send the weights to the
+engines."""
 
 
 def own_sampler(path: str) -> type[BaseSamplerConfig]:
@@ -146,7 +147,7 @@ def own_sampler(path: str) -> type[BaseSamplerConfig]:
 
 
 class PoolConfig(Config):
-    """Train workers of their own for some models of a stage, which then compute while the others do."""
+    """Separate train workers for some models of a stage, which then compute at the same time as the others."""
 
     workers: Annotated[int, Field(ge=1), OPERATIONAL] = 1
     gpus_per_worker: Annotated[float, Field(ge=0, le=1), OPERATIONAL] = 0
@@ -154,7 +155,7 @@ class PoolConfig(Config):
     roles: Annotated[tuple[PoolRole, ...], Field(min_length=1), OPERATIONAL]
     """The models that they hold."""
     zero_stage: Annotated[Literal[0, 1, 2, 3] | None, OPERATIONAL] = None
-    """ZeRO stage of these models; None is that of `runtime.trainer`, as below."""
+    """ZeRO stage of these models; None uses the stage of `runtime.trainer`, and likewise below."""
     micro_batch: Annotated[int | None, Field(ge=1), OPERATIONAL] = None
     micro_tokens: Annotated[int | None, Field(ge=0), OPERATIONAL] = None
 
@@ -206,15 +207,15 @@ class RuntimeConfig(Config):
             raise ConfigError(key, True, rule, "set one of them to its default")
 
     def of(self, role: str) -> Self:
-        """Return the configuration of the workers of one role: its pool's as if they were the only ones."""
+        """The configuration of the workers of one role: its pool's, as if it were the only one."""
         return self.in_pool(self.pool_of(role))
 
     def pool_of(self, role: str) -> str:
-        """Return the name of the pool that has a role, "" for the workers of all others."""
+        """The name of the pool that has a role, "" for the workers of all others."""
         return next((name for name, pool in self.pools.items() if role in pool.roles), "")
 
     def in_pool(self, name: str) -> Self:
-        """Return the configuration of the workers of one pool, as if they were the only ones."""
+        """The configuration of the workers of one pool, as if they were the only ones."""
         if not name:
             return self
         pool = self.pools[name]
@@ -230,7 +231,7 @@ class RuntimeConfig(Config):
 
     @property
     def shares_gpus(self) -> bool:
-        """Return whether a train worker and an engine share each GPU."""
+        """Whether a train worker and an engine share each GPU."""
         return 0 < self.gpus_per_train_worker < 1 and 0 < self.gpus_per_engine < 1
 
     @property
@@ -241,7 +242,7 @@ class RuntimeConfig(Config):
     @field_validator("sampler", mode="wrap")
     @classmethod
     def _read_own_sampler(cls, value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-        """Read the table of a sampler that is named by path with its own class."""
+        """Read the table of a sampler, named by its path, with that sampler's class."""
         if isinstance(value, Mapping) and is_path(value.get("type")):
             return own_sampler(value["type"]).model_validate(value)
         return value if isinstance(value, BaseSamplerConfig) else handler(value)
@@ -348,9 +349,9 @@ class RuntimeConfig(Config):
 
 
 def dtype_of_gpus(table: Any, gpus: Any) -> Any:
-    """Return `table` with bfloat16 for a `dtype` of `auto` if it computes on GPUs, whatever processor plans the run.
+    """Replace a `dtype` of `auto` in `table` by bfloat16 if it computes on GPUs, with any processor that plans the run.
 
-    `gpus` is what is written; validation refuses it if it is no number.
+    `gpus` is the value in the profile; validation refuses it if it is no number.
 
     >>> dtype_of_gpus({"dtype": "auto"}, 0.5)
     {'dtype': 'bfloat16'}

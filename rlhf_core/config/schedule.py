@@ -19,7 +19,7 @@ class ScheduledSampling(Config):
 
 
 class SchedulePart(Config):
-    """Options from the end of the part before. Those that are not given stay."""
+    """Options from the end of the part before. Options that are not given stay."""
 
     steps: int = Field(ge=1)
     """Number of steps of this part. The last part lasts until the end of the training."""
@@ -48,7 +48,7 @@ def check_parts(schedule: Sequence[SchedulePart], steps: int) -> None:
 def scheduled(
     schedule: Sequence[SchedulePart], step: int, sampling: SamplingConfig, mixture: Mapping[str, float]
 ) -> Scheduled:
-    """The options of `step`, where `sampling` and `mixture` are those before the first part.
+    """The options of `step`, where `sampling` and `mixture` apply before the first part.
 
     >>> parts = [SchedulePart(steps=2, sampling={"max_tokens": 8}), SchedulePart(steps=1, mixture={"sums": 1.0})]
     >>> [scheduled(parts, step, SamplingConfig(), {}).sampling.max_tokens for step in (1, 2)]

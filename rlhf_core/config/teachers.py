@@ -56,7 +56,7 @@ class TeacherOptions(Config):
     def check_sources(self, sources: Collection[str], *, known: Collection[str] = (), key: str) -> None:
         """Raise ConfigError for one of `sources` without a teacher, and for a source of `route` that is not `known`.
 
-        `known` are all sources that the prompts have, if they are more than those that are taught.
+        `known` are all sources of the prompts, if they are more than the taught ones.
         """
         taught = {source for named in self.route.values() for source in named}
         for source in sorted(set(sources) - taught) if self.route else ():
@@ -73,7 +73,7 @@ class TeacherOptions(Config):
 
 
 def toml(table: Mapping[str, float]) -> str:
-    """Return a table as a profile has it.
+    """Format a table as in a profile.
 
     >>> toml({"sft": 1.0})
     '{sft = 1.0}'
@@ -89,5 +89,5 @@ class PolicyDistillation(TeacherOptions):
     route: dict[TeacherName, tuple[str, ...]] = {}
     """Sources of the prompts that each teacher teaches alone, as in `[distill]`."""
     reward_weight: float = Field(0.0, ge=0)
-    """Weight of the rewards' advantages, which are added to those of the teachers. With 0 the rewards are only measured, and
-    may be left out."""
+    """Weight of the rewards' advantages, which are added to the teachers' advantages. With 0 the rewards are only
+    measured, and may be left out."""

@@ -1,12 +1,12 @@
 """Align the tokens of a conversation between two tokenizers, each with its own chat template.
 
-Only answers are aligned: the masked tokens of each assistant turn, in order. Both tokenizers see the same text there, so
-the places where a token ends are the same characters. Where both have an end, a group closes: the fewest tokens of each
-that spell the same text. The end-of-turn tokens are a group of their own. Templates may add or drop white space at the
-edges of an answer; it belongs to the first and the last group.
+Only answers are aligned: the masked tokens of each assistant turn, in order. Both tokenizers see the same text there,
+so the places where a token ends are the same characters. Where both have an end, a group closes: the fewest tokens of
+each that spell the same text. The end-of-turn tokens form a separate group. Templates may add or drop white space at
+the edges of an answer; it belongs to the first and the last group.
 
-Nothing is aligned beyond the first character that differs (a normalizing tokenizer, a template that rewrites an answer), nor
-at the end of an answer that was cut: there a model may have meant a longer token.
+Nothing is aligned beyond the first character that differs (a normalizing tokenizer, a template that rewrites an
+answer), nor at the end of an answer that was cut: there a model may have meant a longer token.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TokenGroup:
-    """Masked tokens [start, end) of a student's sample and of a teacher's that spell the same text.
+    """A group of tokens that spell the same text: [start, end) of a student's sample and of a teacher's sample.
 
     >>> TokenGroup(start=0, end=2, teacher_start=0, teacher_end=1)  # two tokens of the student are one of the teacher
     TokenGroup(start=0, end=2, teacher_start=0, teacher_end=1)
@@ -48,7 +48,7 @@ class AlignedTeacher:
 
     @property
     def count(self) -> int:
-        """Return the number of groups."""
+        """The number of groups."""
         return len(self.groups)
 
 
@@ -74,13 +74,13 @@ class TeacherOutcomes:
 
     @property
     def count(self) -> int:
-        """Return the number of groups."""
+        """The number of groups."""
         return len(self.spans)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CrossTokenizerSample:
-    """A sequence for distillation with the outcomes of each teacher, whose tokenizers are other ones."""
+    """A sequence for distillation with the outcomes of each teacher, whose tokenizers differ from the student's."""
 
     token_ids: Column[int]
     loss_mask: Column[int]
@@ -93,11 +93,11 @@ class CrossTokenizerSample:
 def aligned_examples(
     student: ChatTemplate, teachers: Sequence[ChatTemplate], messages: Sequence[Message], *, max_length: int
 ) -> list[AlignedSample]:
-    """Return the conversation as samples that train each assistant turn once, cut to `max_length` tokens of each model.
+    """Align a conversation as samples that train each assistant turn once, cut to `max_length` tokens of each model.
 
-    One sample, unless a template rewrites earlier turns, or masks fewer answers than there are (it ends one without the
-    end-of-turn token, or writes nothing between two): then one for each assistant turn. Samples without a trained token in
-    one of the models are left out.
+    Usually this is one sample. If a template rewrites earlier turns or masks fewer answers than the conversation has
+    (because it ends one without the end-of-turn token, or writes nothing between two), it is one sample for each
+    assistant turn. Samples without a trained token in one of the models are left out.
     """
     chats = (student, *teachers)
     turns = [index for index, message in enumerate(messages) if message.role == "assistant"]
@@ -120,10 +120,10 @@ def aligned_examples(
 def aligned_answer(
     student: ChatTemplate, teachers: Sequence[ChatTemplate], messages: Sequence[Message], own: TokenSample
 ) -> AlignedSample | None:
-    """Return `own`, a prompt of `messages` and the student's own answer to it, with the same text for each teacher.
+    """Align `own`, a prompt of `messages` and the student's answer to it, with the same text in each teacher's tokens.
 
-    Returns None if there is no trained token, in `own` or after a teacher's template. Special tokens that the student has
-    written are shown to the teachers as text.
+    The result is None if no token is trained, in `own` or after a teacher's template. Teachers see special tokens that
+    the student wrote as plain text.
     """
     if not any(own.loss_mask):
         return None
@@ -138,7 +138,7 @@ def aligned_answer(
 def aligned(
     student: ChatTemplate, teachers: Sequence[ChatTemplate], own: TokenSample, theirs: Sequence[TokenSample]
 ) -> AlignedSample:
-    """Return a sample of the student with `theirs`, the same conversation in the tokens of each teacher."""
+    """The student's sample `own` aligned with `theirs`, the same conversation in the tokens of each teacher."""
     made = [AlignedTeacher(one, groups(student, chat, own, one)) for chat, one in zip(teachers, theirs, strict=True)]
     return AlignedSample(own.token_ids, own.loss_mask, tuple(made))
 
@@ -149,7 +149,7 @@ def aligned(
 def groups(
     student: ChatTemplate, teacher: ChatTemplate, own: TokenSample, theirs: TokenSample
 ) -> tuple[TokenGroup, ...]:
-    """Return the groups of masked tokens that spell the same text in both samples of a conversation."""
+    """Find the groups of masked tokens that spell the same text in both samples of a conversation."""
     made: list[TokenGroup] = []
     for (first, ours), (teacher_first, others) in zip(_runs(own), _runs(theirs), strict=False):
         common = _common_ends(_Answer.of(student, ours), _Answer.of(teacher, others))
@@ -177,9 +177,9 @@ class _Answer:
         return cls(text, ends, ended)
 
     def places(self, *, start: int, end: int) -> dict[int, int]:
-        """Return character -> number of tokens that end there or before, counted from `start` and at most to `end`.
+        """Map each character position to the number of tokens that end there or before.
 
-        A cut answer has no place at its end.
+        Positions are counted from `start`, up to `end`. An answer that was cut has no position at its end.
         """
         places: dict[int, int] = {}
         for number, at in enumerate(self.ends, 1):
@@ -189,7 +189,7 @@ class _Answer:
 
 
 def _common_ends(own: _Answer, theirs: _Answer) -> Iterator[tuple[int, int]]:
-    """Yield the token counts at which both tokenizations have decoded the same text."""
+    """Yield the token counts up to which both tokenizations have decoded the same text."""
     same = own.text.strip() == theirs.text.strip()
     (start, end), (teacher_start, teacher_end) = _edges(own.text, theirs.text), _edges(theirs.text, own.text)
     ours = own.places(start=start, end=end)
@@ -201,7 +201,7 @@ def _common_ends(own: _Answer, theirs: _Answer) -> Iterator[tuple[int, int]]:
 
 
 def _edges(text: str, other: str) -> tuple[int, int]:
-    """Return the part of `text` that is compared: without white space at its edges where only that differs from `other`.
+    """The part of `text` to compare: it excludes white space at the edges if `other` differs only there.
 
     >>> _edges(" It is. ", "It is."), _edges(" It is.", " It is."), _edges(" It is. ", "It was.")
     ((1, 7), (0, 7), (1, 8))
@@ -213,10 +213,10 @@ def _edges(text: str, other: str) -> tuple[int, int]:
 
 
 def characters(tokenizer: Any, ids: Sequence[int]) -> tuple[str, tuple[int | None, ...]]:
-    """Return the text of tokens inside an answer, and for each token how many characters end with it.
+    """Decode tokens inside an answer. Gives the text and, for each token, the number of characters up to its end.
 
-    None for a token that ends inside a character. Decodes a few tokens at a time: what a token adds to a text may depend
-    on the token before it (SentencePiece drops the space of the first).
+    The number is None for a token that ends inside a character. Decodes a few tokens at a time, because the text of a
+    token may depend on the token before it (SentencePiece drops the space of the first).
     """
     whole = _decode(tokenizer, ids)
     ends: list[int | None] = []
@@ -238,13 +238,13 @@ def characters(tokenizer: Any, ids: Sequence[int]) -> tuple[str, tuple[int | Non
 
 
 def _cut(sample: TokenSample, length: int) -> TokenSample | None:
-    """Return the first `length` tokens of `sample`, None if none of them is trained."""
+    """The first `length` tokens of `sample`, or None if none of them is trained."""
     mask = sample.loss_mask[:length]
     return TokenSample(sample.token_ids[:length], mask) if any(mask) else None
 
 
 def _runs(sample: TokenSample) -> list[tuple[int, tuple[int, ...]]]:
-    """Return the runs of masked tokens: how many masked tokens come before each, and its tokens."""
+    """The runs of masked tokens, each as the number of masked tokens before it and its tokens."""
     runs: list[tuple[int, tuple[int, ...]]] = []
     seen = 0
     for masked, pairs in groupby(zip(sample.token_ids, sample.loss_mask, strict=True), key=lambda pair: pair[1]):

@@ -2,17 +2,17 @@
 
 A conversation is split into segments where each answer begins (after its generation prompt) and where it ends, and no
 token crosses a border between segments. Prompts are split at their earlier answers in the same way. The tokens before
-any answer are therefore exactly those that the sampler receives (`prompt_ids`), and the mask is exact.
+any answer are therefore exactly the sampler's input (`prompt_ids`), and the mask is exact.
 
-Each segment is tokenized on its own, unless the tokenizer marks the beginning of a text with a "▁", as if a space came
-first (SentencePiece: Llama 2, Zephyr, TinyLlama). Such a segment gets the tokens that it adds to the text before it, or,
-if a token of the whole text would cross the border, the tokens that it has inside a running text.
+Each segment is tokenized separately, unless the tokenizer marks the beginning of a text with a "▁", as if a space came
+first (SentencePiece: Llama 2, Zephyr, TinyLlama). Such a segment gets the tokens that it adds to the text before it,
+or, if a token of the whole text would cross the border, the tokens that it has inside a running text.
 
 The loss mask selects the content of each assistant turn and its end-of-turn token (the tokenizer's EOS, or another end
 that the model declares), but not what the template writes after that token (often a newline).
 
 A template that rewrites earlier turns, as reasoning models' do, has no such mask for a conversation as a whole: each
-answer is then an example of its own, after the prompt that the sampler would receive (`examples`).
+answer is then a separate example, after the prompt that the sampler would receive (`examples`).
 """
 
 from __future__ import annotations
@@ -52,12 +52,13 @@ if TYPE_CHECKING:
 
 Rows = list[dict[str, Any]]
 SETTINGS, TEMPLATE = "chat_template_kwargs", "chat_template"
-"""The field of a conversation's first message with arguments of its chat template, and the one that replaces it."""
+"""Fields of a conversation's first message: arguments of its chat template, and a template to use instead."""
 UNLIMITED = 1 << 40  # value of `max_length` that cuts nothing: no conversation has so many tokens
 
 _PARAMETERS = {"type": "object", "properties": {"probe_key": {"type": "string", "description": "Probe."}}}
 _TOOLS = [{"type": "function", "function": {"name": "probe_tool", "description": "Probe.", "parameters": _PARAMETERS}}]
-"""A tool, and below turns with words of their own: what is not in the text that a template makes of them is left out."""
+"""A probe tool. The turns below contain probe words, too: a word missing from the rendered text is one the template
+omits."""
 _CALL = {
     "type": "function",
     "id": "probe0001",
@@ -85,10 +86,10 @@ _TODAY = datetime(2024, 7, 26)
 class Renderer:
     """The chat template of `tokenizer`, with `tools` (JSON schemas) in every conversation.
 
-    Some templates, those of multimodal models among them, show contents only as lists of parts, and nothing of a text:
-    they get `[{"type": "text", "text": ...}]` (`in_parts`). ConfigError if a template shows the words of a user or of an
-    answer in neither form; for those of a system turn, further questions, tools, calls and results as soon as a
-    conversation has any.
+    Some templates, for example of multimodal models, render contents only as lists of parts and omit plain text. They
+    get `[{"type": "text", "text": ...}]` (`in_parts`). Raises ConfigError if a template renders the words of a user or
+    of an answer in neither form. System turns, further questions, tools, calls and results are checked when a
+    conversation first has any.
     """
 
     def __init__(self, tokenizer: Any, *, tools: Sequence[Mapping[str, Any]] = ()) -> None:
@@ -105,7 +106,10 @@ class Renderer:
                 raise self._refused(f"the words of the role {still or missing}", "conversations")
 
     def __call__(self, messages: Sequence[Message], *, generation_prompt: bool, ends: Sequence[str]) -> str:
-        """Return the text of a conversation; a turn of tool calls must end with one of `ends`. DataError if it is rejected."""
+        """The text of a conversation.
+
+        A turn of tool calls must end with one of `ends`. Raises DataError if it is rejected.
+        """
         rows, tools = template_rows(messages)
         settings = read_settings(messages)
         self._check_settings(settings)
@@ -137,7 +141,7 @@ class Renderer:
         generation_prompt: bool,
         settings: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
-        """The text of rows and tools as the template has it, with the `settings` of the conversation."""
+        """Render rows and tools with the template and the `settings` of the conversation."""
         try:
             # An argument of this name replaces the clock that transformers passes to templates.
             return str(
@@ -166,10 +170,10 @@ class Renderer:
                 )
 
     def _silent_role(self, rows: Rows, settings: Mapping[str, Any] = MappingProxyType({})) -> str | None:
-        """Return the first role of `rows` whose words the template leaves out, "" if none, and None if it rejects them."""
+        """The first role of `rows` whose words the template leaves out, "" if none, and None if it rejects the rows."""
         try:
             text = self.apply(rows, [], False, settings)
-        except DataError:  # it gives its reason where the conversation is rendered
+        except DataError:  # raised again, with its reason, when the conversation is rendered
             return None
         return next((row["role"] for row in rows if row["content"] not in text), "")
 
@@ -180,7 +184,7 @@ class Renderer:
 
 
 def as_parts(rows: Rows) -> Rows:
-    """Return `rows` with each content as a list of parts.
+    """Convert each content of `rows` to a list of parts.
 
     >>> as_parts([{"role": "user", "content": "Hi"}])
     [{'role': 'user', 'content': [{'type': 'text', 'text': 'Hi'}]}]
@@ -212,7 +216,7 @@ def put_settings(message: Message, settings: Mapping[str, Any]) -> Message:
 
 
 def template_rows(messages: Sequence[Message]) -> tuple[Rows, list[dict[str, Any]]]:
-    """Return messages as templates read them, and the tools that the first of them holds.
+    """Convert messages to the rows that templates read, and collect the tools that the first message holds.
 
     >>> template_rows([Message("user", "Hi", '{"tools": [{"type": "function"}]}')])
     ([{'role': 'user', 'content': 'Hi'}], [{'type': 'function'}])
@@ -228,12 +232,12 @@ def template_rows(messages: Sequence[Message]) -> tuple[Rows, list[dict[str, Any
 
 
 def speaks_and_calls(rows: Rows) -> bool:
-    """Return whether a turn has words beside its tool calls; some templates write the calls alone."""
+    """Whether a turn has words in addition to its tool calls. Some templates omit such words."""
     return any("tool_calls" in row and row["content"].strip() for row in rows)
 
 
 def _uses(rows: Rows, tools: Sequence[dict[str, Any]]) -> tuple[bool, ...]:
-    """Return which of tools, calls, words beside calls, and results a conversation has."""
+    """Whether a conversation has tools, tool calls, words next to its calls, and tool results."""
     calls, results = any("tool_calls" in row for row in rows), any(row["role"] == "tool" for row in rows)
     return bool(tools), calls, speaks_and_calls(rows), results
 
@@ -244,10 +248,10 @@ def left_out(
     render: Callable[[Rows, list[dict[str, Any]], bool], str],
     ends: Sequence[str],
 ) -> str:
-    """Return the tools, calls and results in a conversation that the template omits; empty if none.
+    """Find the tools, calls or results in a conversation that the template omits; empty if none.
 
-    `render` gives the text of rows and tools, with a generation prompt or without. A call must also end with one of `ends`:
-    a turn without an end has none that could be learned.
+    `render` renders rows and tools to text, with a generation prompt or without. A call must also end with one of
+    `ends`; otherwise the policy could not learn to end the turn.
     """
     own = _TOOLS if tools else []
     if tools and "probe_tool" not in render([_USER], _TOOLS, True):
@@ -273,7 +277,7 @@ CHATML_LIKE = (
 )
 """Template for tokenizers without one, used only if the profile selects it (`chat_template = "chatml"`).
 
-Roles are ordinary text and a turn ends with the tokenizer's own EOS, so no token is added to the vocabulary:
+Roles are ordinary text and a turn ends with the tokenizer's EOS, so no token is added to the vocabulary:
 
     <|user|>
     Hi</s>
@@ -340,13 +344,16 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, folder: Path) -> ChatTemplate:
-        """Return the template of the policy in `folder` (`tokenizer.json`, `chat_template.jinja`)."""
+        """Load the template of the policy in `folder` (`tokenizer.json`, `chat_template.jinja`)."""
         if not folder.is_dir():
             raise ConfigError("policy", str(folder), "is not a folder", "give the folder of a policy")
         return cls(load_tokenizer(folder), ends=declared_ends(folder), rows=vocabulary_rows(folder))
 
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> ChatTemplate:
-        """Return this template with `tools` (JSON schemas) in its prompts. Raises ConfigError if it omits them."""
+        """A copy of this template with `tools` (JSON schemas) in its prompts.
+
+        Raises ConfigError if the template omits them.
+        """
         if not tools:
             return self
         shown = ChatTemplate(self.tokenizer, tools=tools, ends=self.ends, rows=self._rows)
@@ -368,7 +375,7 @@ class ChatTemplate:
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
     def prompt_ids(self, messages: Sequence[Message]) -> Ids:
-        """Return the tokens of `messages` and the generation prompt: those of `conversation` before an answer."""
+        """The tokens of `messages` and the generation prompt, as `conversation` has them before an answer."""
         return joined(*self.pieces(self.prompt_segments(messages)))
 
     def prompt_segments(self, messages: Sequence[Message]) -> Segments:
@@ -376,15 +383,15 @@ class ChatTemplate:
         return [(text, False) for text in self._cut(messages, self.prompt_text(messages))]
 
     def prompt_text(self, messages: Sequence[Message]) -> str:
-        """Return the text of `prompt_ids`."""
+        """The text of `prompt_ids`."""
         return self._render(messages, generation_prompt=True)
 
     def turn_ids(self, messages: Sequence[Message]) -> Ids:
-        """Return the tokens that follow an answer's EOS when `messages` come next, with the next generation prompt.
+        """Tokenize the turns that follow an answer's EOS, including the next generation prompt.
 
-        The tokens are what a conversation with a known answer adds after the end of that answer. The policy's own
-        answer is never rendered, so a template may show earlier turns differently (without their reasoning, for
-        example). Raises DataError if the template changes what it writes after an EOS.
+        The tokens are found by rendering a known answer with and without `messages` after it. The policy's own answer
+        is never rendered, so a template may show earlier turns differently (without their reasoning, for example).
+        Raises DataError if the template changes what it writes after an EOS.
         """
         before = self._after_answer(self._render(_ANSWERED, generation_prompt=False))
         after = self._after_answer(self._render([*_ANSWERED, *messages], generation_prompt=True))
@@ -394,21 +401,24 @@ class ChatTemplate:
         return self._after(self._eos, after)
 
     def following_ids(self, text: str, *, after: int) -> Ids:
-        """Return the tokens of plain `text` after the token `after`, which was sampled or is the last of a prompt."""
+        """Tokenize plain `text` after the token `after`, which was sampled or ends a prompt."""
         return following(self.tokenizer, text, after=after)
 
     def conversation(self, messages: Sequence[Message], *, max_length: int) -> TokenSample | None:
-        """Return the conversation cut to `max_length` tokens, training each assistant turn and its end-of-turn token.
+        """Tokenize a conversation, cut to `max_length` tokens.
 
-        Returns None if no trained token is left. Raises DataError if the template changes earlier turns.
+        Each assistant turn with its end-of-turn token is trained.
+
+        The result is None if no trained token is left. Raises DataError if the template changes earlier turns.
         """
         return self.sample(self.segments(messages, answers_from=0), max_length=max_length)
 
     def examples(self, messages: Sequence[Message], *, max_length: int) -> list[TokenSample]:
-        """Return the conversation as samples that together train each assistant turn once, cut to `max_length` tokens.
+        """Tokenize a conversation as samples that together train each assistant turn once, cut to `max_length` tokens.
 
-        One sample, unless the template rewrites earlier turns (without their reasoning, say): then one for each assistant
-        turn, after the prompt that the sampler would receive. Samples without a trained token are left out.
+        Usually this is one sample. If the template rewrites earlier turns (for example, drops their reasoning), it is
+        one for each assistant turn, after the prompt that the sampler would receive. Samples without a trained token
+        are left out.
         """
         made = [self.sample(segments, max_length=max_length) for segments in self.example_segments(messages)]
         return [sample for sample in made if sample is not None]
@@ -422,7 +432,7 @@ class ChatTemplate:
             return [self.segments(messages[: index + 1], answers_from=index) for index in turns]
 
     def transcript(self, messages: Sequence[Message], *, max_length: int) -> TokenSample | None:
-        """Return the tokens of `conversation`, all but the first trained, or None if there are fewer than two.
+        """The tokens of `conversation`, all but the first trained, or None if there are fewer than two.
 
         Where the template rewrites earlier turns, they are the tokens of the whole text as it shows them at the end.
         """
@@ -436,22 +446,22 @@ class ChatTemplate:
     def continuation(
         self, prompt_messages: Sequence[Message], answer_messages: Sequence[Message], *, max_length: int
     ) -> TokenSample | None:
-        """Return prompt and answer cut to `max_length` tokens, with only the answer's assistant turns trained.
+        """Tokenize prompt and answer, cut to `max_length` tokens, with only the answer's assistant turns trained.
 
-        Returns None if no trained token is left. The tokens before the answer are `prompt_ids(prompt_messages)`.
+        The result is None if no trained token is left. The tokens before the answer are `prompt_ids(prompt_messages)`.
         """
         messages = [*prompt_messages, *answer_messages]
         return self.sample(self.segments(messages, answers_from=len(prompt_messages)), max_length=max_length)
 
     def answered_ids(self, prompt: str, answer: str) -> Ids:
-        """Return the tokens of a user message and its answer, up to and including the end-of-turn token."""
+        """Tokenize a user message and its answer, up to and including the end-of-turn token."""
         ask, reply = Message("user", prompt), Message("assistant", answer)
         text, said = (text for text, _ in self.segments((ask, reply), answers_from=0)[:2])
         tokens = self._after(text, said)
         return self._encode(text) + tokens[: len(tokens) - tokens[::-1].index(self.eos_id)]
 
     def preview(self, sample: TokenSample) -> str:
-        """Return the text of `sample`, special tokens included, with each run of trained tokens inside 【 】."""
+        """Decode `sample`, special tokens included, with each run of trained tokens inside 【 】."""
         parts: list[str] = []
         pairs = zip(sample.token_ids, sample.loss_mask, strict=True)
         for trained, run in groupby(pairs, key=lambda pair: pair[1]):
@@ -460,7 +470,7 @@ class ChatTemplate:
         return "".join(parts)
 
     def segments(self, messages: Sequence[Message], *, answers_from: int) -> Segments:
-        """Return (text, is an answer) pieces that join to the rendered conversation.
+        """Split the rendered conversation into (text, is an answer) pieces.
 
         Assistant turns before the index `answers_from` are part of the prompt, which is split as in `prompt_ids`.
         """
@@ -509,7 +519,7 @@ class ChatTemplate:
         loss_mask: list[int] = []
         pieces = self.pieces(segments)
         for (_, trained), tokens in zip(segments, pieces, strict=True):
-            # The last EOS ends the turn, or another end token if it has none, as a call of gpt-oss. What the template
+            # The last EOS ends the turn, or another end token if it has none, as gpt-oss calls. Text that a template
             # writes after it belongs to the next turn.
             found = self.ends.intersection(tokens) if trained else ()
             ends = {self.eos_id} if self.eos_id in found else found
@@ -528,7 +538,7 @@ class ChatTemplate:
         return self._renderer(messages, generation_prompt=generation_prompt, ends=self.end_texts)
 
     def _after_answer(self, rendered: str) -> str | None:
-        """Return the text after the end of the answer of `_ANSWERED`, or None if the answer is missing."""
+        """The text after the end of the answer of `_ANSWERED`, or None if the answer is missing."""
         _, found, rest = rendered.partition(_ANSWERED[1].content)
         _, ended, rest = rest.partition(self._eos)
         return rest if found and ended else None
@@ -557,7 +567,7 @@ class ChatTemplate:
     def _before_answer(self, messages: Sequence[Message]) -> str:
         if messages:
             return self._render(messages, generation_prompt=True)
-        # Templates may fail on an empty conversation. The text that opens an answer is what a generation prompt adds.
+        # Templates may fail on an empty conversation. A generation prompt adds the text that opens an answer.
         closed = self._render(_PROBE[:1], generation_prompt=False)
         opened = self._render(_PROBE[:1], generation_prompt=True)
         alone, opening = self._render(_PROBE[1:], generation_prompt=False), opened.removeprefix(closed)
@@ -567,7 +577,7 @@ class ChatTemplate:
         return start[0] + start[1]
 
     def _after(self, before: str, text: str) -> Ids:
-        """Return the tokens of `text` after the text `before`, without changing the tokens of `before`."""
+        """Tokenize `text` after the text `before`, without changing the tokens of `before`."""
         if not before or not self._marks_beginning:
             return self._encode(text)
         added = difference(self._encode, before, text)
@@ -592,7 +602,10 @@ class ChatTemplate:
             self._recent[text] = tokens
 
     def _end_of_turn(self, ends: frozenset[int]) -> int:
-        """Return the first token of `ends` in an answer. ConfigError if there is none: sampling would not stop."""
+        """The first token of `ends` in an answer.
+
+        Raises ConfigError if it is missing, since sampling would not stop.
+        """
         try:
             answer = "".join(text for text, trained in self.segments(_PROBE, answers_from=0) if trained)
         except DataError as error:
@@ -612,7 +625,7 @@ class ChatTemplate:
 
 
 def answer_message(rollout: Rollout) -> Message:
-    """Return the answer as one assistant message. Raises DataError for an episode in which an environment wrote tokens.
+    """Convert an answer to one assistant message. Raises DataError for an episode in which an environment wrote tokens.
 
     In one message, the environment's text would be trained on as if it were the policy's, and the turns would be lost.
     """

@@ -1,10 +1,10 @@
-"""Templates for models whose own one has no exact loss masks; which tokens are turns, and which are an answer's own.
+"""Templates for models whose default one has no exact loss masks, and the special tokens of templates.
 
-A template may rewrite earlier turns (it drops their reasoning, say): each answer is then an example of its own. Two kinds
-of templates cannot be trained on. One asks for an answer with other text than it shows one with: the policy would be
-trained on tokens that follow another prompt than the sampler's. The other writes no token at the end of an answer. For
-models with such templates there is one here, by name: `prepare_data.chat_template = "deepseek_r1"`. Reasoning stays in the
-answers, where `<think>` is the policy's own token.
+A template may rewrite earlier turns (for example, drop their reasoning): each answer is then a separate example. Two
+kinds of templates cannot be trained on. In the first, the generation prompt differs from the text before a rendered
+answer, so the policy would be trained on another prompt than the sampler's. The second writes no token at the end of an
+answer. For models with such templates, this module has replacements that are selected by name:
+`prepare_data.chat_template = "deepseek_r1"`. Reasoning stays in the answers, where `<think>` is the policy's own token.
 """
 
 import contextlib
@@ -22,7 +22,8 @@ DEEPSEEK_R1 = (
     "{% else %}{{ raise_exception('no turns of the role ' + message['role']) }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<｜Assistant｜>' }}{% endif %}"
 )
-"""DeepSeek-V3, DeepSeek-R1 and their distills. Their own template opens a reasoning that it leaves out of every answer."""
+"""DeepSeek-V3, DeepSeek-R1 and their distills. Their default template opens a reasoning that it leaves out of every
+answer."""
 
 NEMOTRON_3 = (
     "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\\n<|im_end|>\\n' }}{% endif %}"
@@ -33,7 +34,8 @@ NEMOTRON_3 = (
     "{{ content + '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-"""Nemotron 3. Its own template opens a reasoning on a new line, and shows an answer without one as `<think></think>`."""
+"""Nemotron 3. Its default template opens reasoning on a new line, and renders an answer without any as
+`<think></think>`."""
 
 GLM_4_5 = (
     "[gMASK]<sop>{% if tools %}{{ '<|system|>\\n# Tools\\n\\n"
@@ -60,8 +62,9 @@ GLM_4_5 = (
     "{% else %}{{ raise_exception('no turns of the role ' + message['role']) }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' + ('\\n<think></think>' if quiet else '') }}{% endif %}"
 )
-"""GLM-4.5, with tools. Its own template ends no turn: the token that opens the next one is what the policy stops at
-(`<|user|>`, after calls `<|observation|>`). Here each answer ends with it, the last one, too."""
+"""GLM-4.5, with tools. Its default template ends no turn: the policy stops at the token that opens the next one
+(`<|user|>`, after calls `<|observation|>`). In this template each answer ends with that token, including the last
+one."""
 
 CHATML = "chatml"
 """Name of the template for tokenizers without one."""
@@ -73,7 +76,7 @@ _MARKS = {
     "nemotron_3": ("<|im_start|>", "<|im_end|>", "<think></think>"),
     "glm_4_5": ("[gMASK]<sop>", "<|user|>", "<|observation|>", "<arg_key>", "<think></think>"),
 }
-"""The tokens that a template here writes: a model's own one must have all of them."""
+"""The tokens that each template here writes. A model's default template must contain all of them to match."""
 
 _IN_ANSWERS = re.compile(
     r"think|thought|reason|reflect|scratch|plan|search|solution|channel|message|call|function|action|answer|tool.?sep|python",
@@ -85,7 +88,7 @@ _CLOSES_REASONING = re.compile(r"""\{\{-?\s*['"]</think>""")
 
 
 def shipped_for(template: str) -> str:
-    """Return the shipped template whose tokens are all in `template`, "" if there is none.
+    """Find the shipped template whose tokens are all in `template`; "" if none matches.
 
     >>> shipped_for("{{ '<｜User｜>' }}{{ '<｜Assistant｜><think>' }}")
     'deepseek_r1'
@@ -96,7 +99,7 @@ def shipped_for(template: str) -> str:
 
 
 def other_opening(template: str, asked: str, shown: str) -> tuple[str, str]:
-    """Return rule and remedy for a `template` whose prompt is no prefix of the conversation with the answer.
+    """Explain why the prompts of `template` are no prefix of the conversation with the answer, as a rule and a remedy.
 
     `asked` is the text of a conversation with the generation prompt, `shown` the same one with its answer.
     """
@@ -110,7 +113,7 @@ def other_opening(template: str, asked: str, shown: str) -> tuple[str, str]:
 
 
 def common_beginning(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Return how many items two sequences have in common before the first that differs."""
+    """Count the items that two sequences have in common before the first difference."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((at for at, (left, right) in pairs if left != right), min(len(one), len(other)))
 
@@ -118,9 +121,9 @@ def common_beginning(one: Sequence[Any], other: Sequence[Any]) -> int:
 class Decoder:
     """Decodes tokens to a text for people, rewards and files.
 
-    It leaves out what has no meaning there: begin, end and padding tokens, the ends that a policy declares, and the
-    special tokens that its chat template writes around turns. Others are part of the answer: tokens around reasoning
-    and tool calls. `shown` are the ids of these special tokens.
+    It leaves out begin, end and padding tokens, the ends that a policy declares, and the special tokens that its chat
+    template writes around turns. Other special tokens, such as the ones around reasoning and tool calls, are part of
+    the answer. `shown` are the ids of these special tokens.
     """
 
     def __init__(self, tokenizer: Any, *, ends: Iterable[int] = ()) -> None:
@@ -133,7 +136,7 @@ class Decoder:
         self.shown = frozenset(special - self._hidden)
 
     def __call__(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`."""
+        """Decode `ids` to text."""
         if self.shown.isdisjoint(ids):
             return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
         kept = [number for number in ids if number not in self._hidden]
@@ -141,7 +144,7 @@ class Decoder:
 
 
 def is_content(token: str) -> bool:
-    """Return whether a token stands, by its name, around reasoning or a tool call: an answer may spell it.
+    """Whether a token, by its name, marks reasoning or a tool call, so that an answer may contain it.
 
     >>> [is_content(token) for token in ("[THINK]", "<|channel|>", "<scratchpad>", "<|im_end|>", "[TOOL_RESULTS]")]
     [True, True, True, False, False]
@@ -150,17 +153,17 @@ def is_content(token: str) -> bool:
 
 
 def structure(tokenizer: Any, ends: Iterable[int]) -> set[int]:
-    """Return the ids that are never content, whatever their names: begin, end, padding and the declared `ends`."""
+    """The ids that are never content under any name: begin, end, padding and the declared `ends`."""
     named = (getattr(tokenizer, f"{role}_token_id", None) for role in ("bos", "eos", "pad", "cls", "sep"))
     return {number for number in named if number is not None}.union(ends)
 
 
 def _written(tokenizer: Any) -> set[int]:
-    """Return the ids that the chat template writes around the turns of a conversation, as far as it renders one."""
+    """The ids that the chat template writes around the turns of a conversation, as far as it renders one."""
     turns = [{"role": role, "content": "Hi"} for role in ("system", "user", "assistant", "user")]
     found: set[int] = set()
     for rows in (turns, turns[1:], turns[1:2]):  # templates may refuse the first turn, or all but one
-        # They raise errors of their own; without a template there is nothing to be found.
+        # Templates raise any error; without a template, no markers can be found.
         with contextlib.suppress(Exception):
             text = tokenizer.apply_chat_template(rows, tokenize=False, add_generation_prompt=rows[-1]["role"] == "user")
             found.update(tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -172,14 +175,14 @@ def _token(tokenizer: Any, number: int) -> str:
 
 
 def vocabulary_rows(policy: Path) -> int | None:
-    """Return the number of tokens that the model of a folder has embeddings for, or None if its `config.json` has none."""
+    """The number of tokens that the model in a folder has embeddings for, or None if its `config.json` has none."""
     file = policy / "config.json"
     config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     return config.get("text_config", config).get("vocab_size")  # type: ignore[no-any-return]
 
 
 def declared_ends(policy: Path) -> set[int]:
-    """Return the ids that the `generation_config.json` and the `config.json` of a policy name as ends of an answer."""
+    """The ids that the `generation_config.json` and the `config.json` of a policy name as ends of an answer."""
     ids: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         file = policy / name

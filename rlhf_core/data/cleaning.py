@@ -1,8 +1,8 @@
 """Clean rows: duplicates, near-duplicates, overlap with evaluation prompts, quality, languages and personal data.
 
-Personal data are emails, phone numbers, credit cards, IP addresses, keys and tokens. Patterns find candidates, and rules
-confirm them: the checksum of cards (Luhn), `ipaddress`, and `phonenumbers` (Google's libphonenumber). Data without a form
-of their own, as names and addresses, are not found.
+Personal data are emails, phone numbers, credit cards, IP addresses, keys and tokens. Patterns find candidates, and
+rules confirm them: the checksum of cards (Luhn), `ipaddress`, and `phonenumbers` (Google's libphonenumber). Data
+without a fixed form, such as names and addresses, are not found.
 """
 
 import hashlib
@@ -33,13 +33,13 @@ _WORDS = re.compile(rf"[{_WITHOUT_SPACES}]|[^\s{_WITHOUT_SPACES}]+")
 
 
 def normalize(turns: Turns) -> str:
-    """Return the text of `turns` with roles, NFKC-normalized and case-folded, reduced to words and single spaces."""
+    """Reduce `turns` with their roles to words and single spaces, NFKC-normalized and case-folded."""
     text = "\n".join(f"{message.role} {message.content}" for message in turns)
     return _NOT_WORD.sub(" ", unicodedata.normalize("NFKC", text).casefold()).strip()
 
 
 def words_of(text: str) -> list[str]:
-    """Return the words of a normalized text; in scripts without spaces each character is one.
+    """Split a normalized text into words; in scripts without spaces each character is a word.
 
     >>> words_of("the sum 你好")
     ['the', 'sum', '你', '好']
@@ -59,9 +59,10 @@ def caseless(turns: Turns) -> str:
 
 
 def without_repeated_prompts(examples: Examples) -> tuple[Examples, int]:
-    """Return `examples` with answers that do not repeat their prompt, and in how many examples they did.
+    """Remove the prompt from answers that repeat it, and count the examples in which they did.
 
-    Only if nearly all of them do, with prompts of words: then the source stores whole texts, prompt and answer together.
+    This applies only if nearly all examples do, with prompts of words: the source then stores prompt and answer
+    together as one text.
     """
     answered = repeating = worded = 0
     for example in examples:
@@ -70,7 +71,7 @@ def without_repeated_prompts(examples: Examples) -> tuple[Examples, int]:
         if repeats:
             repeating += 1
             worded += len(_WORD.findall(example.prompt[-1].content)) >= 2
-        elif answered - repeating > 0.06 * len(examples):  # too many do not, whatever the others do
+        elif answered - repeating > 0.06 * len(examples):  # too many do not, so the others cannot matter
             break
     if repeating < 0.95 * answered or 2 * worded <= repeating:  # not nearly all, or mere sums
         return examples, 0
@@ -78,7 +79,7 @@ def without_repeated_prompts(examples: Examples) -> tuple[Examples, int]:
 
 
 def deduplicate(examples: Examples, report: DropReport) -> Examples:
-    """Return `examples` without those that repeat the prompt and answers of an earlier one, ignoring white space.
+    """Drop examples that repeat the prompt and answers of an earlier one, ignoring white space.
 
     Punctuation and signs count: 3 - 2 and 3 + 2 are different prompts.
     """
@@ -86,7 +87,10 @@ def deduplicate(examples: Examples, report: DropReport) -> Examples:
 
 
 def distinct(report: DropReport) -> Callable[[Example], Example | None]:
-    """Make a function that returns an example, or None if it has had one with the same texts; `report` gets those."""
+    """Make a function that returns an example, or None if its texts were seen before.
+
+    Repeated examples go to `report`.
+    """
     seen: dict[bytes, Origin] = {}
 
     def unseen(example: Example) -> Example | None:
@@ -108,7 +112,7 @@ def fingerprint(*texts: str) -> bytes:
 def decontaminate(
     training: Examples, evaluation: Sequence[Example], *, ngram: int | None, report: DropReport
 ) -> Examples:
-    """Return the `training` rows that do not begin with a prompt of `evaluation`, ignoring white space and case.
+    """Drop `training` rows that begin with a prompt of `evaluation`, ignoring white space and case.
 
     A text without a prompt is removed if it is one of `evaluation`.
 
@@ -136,17 +140,17 @@ def decontaminate(
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """The number of a prompt that a row has, and whether it only shares words with it."""
+    """The number of the prompt that a row contains, and whether the row only shares words with it."""
 
     prompt: int
     words: bool
 
 
 class Overlap:
-    """Prompts that no training row should have: whole at its beginning, or `ngram` words of one in a row anywhere."""
+    """Prompts that no training row may contain: a whole one at its beginning, or `ngram` consecutive words anywhere."""
 
     def __init__(self, prompts: Iterable[Turns], *, ngram: int | None) -> None:
-        """Compare with `prompts`; words are compared only with `ngram`, white space and case never."""
+        """Compare rows with `prompts`. Words are compared only if `ngram` is set; white space and case are ignored."""
         self._ngram = ngram
         self._whole: dict[str, int] = {}
         self._grams: dict[tuple[str, ...], int] = {}
@@ -157,7 +161,7 @@ class Overlap:
                 self._grams.setdefault(gram, number)
 
     def found(self, prompt: Turns, answers: Sequence[Turns]) -> Shared | None:
-        """Return the first prompt that a row has; a conversation that begins with one has its answer, too."""
+        """Find the first prompt that a row contains; a conversation that begins with a prompt has its answer, too."""
         for opening in _openings(prompt, answers):
             if (number := self._whole.get(caseless(opening))) is not None:
                 return Shared(number, words=False)
@@ -189,7 +193,7 @@ def _grams(words: Sequence[str], size: int) -> list[tuple[str, ...]]:
 
 
 def _repeats_prompt(example: Example) -> bool | None:
-    """Return whether every answer of an example does; None if it has no answer, or steps."""
+    """Whether every answer of an example repeats its prompt; None if it has no answer, or steps."""
     answers = [answer for answer in (example.chosen, example.rejected) if answer]
     return all(map(_repeats(example), answers)) if answers and not example.steps else None
 
@@ -221,7 +225,7 @@ SHINGLE = 3  # number of words in a shingle; a shorter text is one shingle
 
 
 def shingles(text: str) -> set[bytes]:
-    """Return the word trigrams of a normalized text.
+    """The word trigrams of a normalized text.
 
     >>> sorted(shingles("a b c d"))
     [b'a b c', b'b c d']
@@ -243,7 +247,7 @@ class NearDuplicates:
         self._rows: list[tuple[Any, Origin]] = []
 
     def distinct(self, examples: Examples, report: DropReport) -> Examples:
-        """Return the examples that are not near-duplicates of earlier ones, and add the others to `report`."""
+        """Keep the examples that are not near-duplicates of earlier ones, and add the others to `report`."""
 
         def unlike(example: Example) -> Example | None:
             if (found := self._similar(example)) is None:
@@ -255,7 +259,10 @@ class NearDuplicates:
         return changed(examples, unlike)
 
     def _similar(self, example: Example) -> tuple[float, Origin] | None:
-        """Return the similarity and the origin of the most similar earlier row, or None after adding `example`."""
+        """Find the similarity and origin of the most similar earlier row.
+
+        Without a similar one, add `example` and return None.
+        """
         from datasketch import MinHash
 
         sketch = MinHash(num_perm=PERMUTATIONS, seed=1)
@@ -274,9 +281,9 @@ class NearDuplicates:
 
 
 def _compared(example: Example) -> Turns:
-    """Return the turns of a row with their tool calls as words, without the text that whole sources share.
+    """The turns of a row with their tool calls as words, without the text that whole sources share.
 
-    That is system turns and the schemas of tools; a long one would make every two rows similar.
+    System turns and the schemas of tools are left out: a long one would make every two rows similar.
     """
     turns = (*example.prompt, *example.chosen, *example.rejected)
     own = tuple(message for message in turns if message.role != "system") or turns
@@ -284,7 +291,7 @@ def _compared(example: Example) -> Turns:
 
 
 def _calls(message: Message) -> str:
-    """Return the JSON of a turn's tool calls, or of the name of the tool whose result it is."""
+    """The JSON of a turn's tool calls, or of the name of the tool if the turn is a result."""
     fields = json.loads(message.tool_fields) if message.tool_fields else {}
     return json.dumps({name: value for name, value in fields.items() if name != "tools"}, ensure_ascii=False)
 
@@ -315,7 +322,7 @@ class Found:
 
 
 def find(text: str, *, phone_region: str) -> list[Found]:
-    """Return the personal data in `text` in order, without overlaps.
+    """Find the personal data in `text`, in order and without overlaps.
 
     >>> find("Write to jo@example.com.", phone_region="")
     [Found(kind='email', start=9, end=23)]
@@ -328,7 +335,7 @@ def find(text: str, *, phone_region: str) -> list[Found]:
 
 
 def mask(text: str, *, phone_region: str) -> tuple[str, Counter[str]]:
-    """Return `text` with `[EMAIL]` and the like in place of personal data, and how many pieces of each kind.
+    """Replace personal data in `text` by `[EMAIL]` and the like, and count the pieces of each kind.
 
     >>> mask("Write to jo@example.com.", phone_region="")[0]
     'Write to [EMAIL].'
@@ -340,7 +347,7 @@ def mask(text: str, *, phone_region: str) -> tuple[str, Counter[str]]:
 
 
 def mask_json(value: Any, *, phone_region: str, counts: Counter[str]) -> Any:
-    """Return a JSON value with its keys, texts and numbers masked; `counts` is increased.
+    """Mask the keys, texts and numbers of a JSON value, and add the pieces of each kind to `counts`.
 
     Keys that masks would make equal are numbered, so that no value is lost.
     """
@@ -361,7 +368,7 @@ def mask_json(value: Any, *, phone_region: str, counts: Counter[str]) -> Any:
 
 
 def luhn(digits: str) -> bool:
-    """Return whether the checksum of a card number is right (ISO/IEC 7812-1).
+    """Whether the checksum of a card number is right (ISO/IEC 7812-1).
 
     >>> luhn("4111111111111111"), luhn("4111111111111112")
     (True, False)
@@ -389,7 +396,7 @@ def _matches(kind: str, pattern: re.Pattern[str], text: str, confirmed: Callable
 
 
 def _is_address(text: str) -> bool:
-    """Return whether `text` is an IP address of some machine, and not `::` or this machine's own."""
+    """Whether `text` is the IP address of another machine, and not `::` or a loopback address."""
     try:
         address = ipaddress.ip_address(text)
     except ValueError:
@@ -413,7 +420,7 @@ class RowFilter:
         self._language = _identifier(config.languages) if config.languages else None
 
     def kept(self, examples: Examples, report: DropReport) -> Examples:
-        """Return the examples that pass, masked if so configured, and add the others to `report`."""
+        """Keep the examples that pass, masked if so configured, and add the others to `report`."""
         if self._config == Filters():
             return examples
 
@@ -436,7 +443,7 @@ class RowFilter:
         return changed(examples, passing)
 
     def _reason(self, example: Example) -> str:
-        """Return why a row is left out, or the empty text."""
+        """The reason to leave out a row, or the empty text."""
         config = self._config
         for answer in (example.chosen, example.rejected):
             if answer and (problem := _poor(answer, config)):
@@ -461,7 +468,7 @@ class RowFilter:
         return ""
 
     def _masked(self, example: Example, counts: Counter[str]) -> Example:
-        """Return an example without personal data in its turns, steps and label; `counts` is increased."""
+        """Mask personal data in the turns, steps and label of an example, and add the pieces to `counts`."""
         region = self._config.phone_region
 
         def text(value: str) -> str:
@@ -492,7 +499,7 @@ class RowFilter:
 
 
 def _is_json(label: str) -> bool:
-    """Return whether a label is a JSON object or list, which a reward reads as such."""
+    """Whether a label is a JSON object or list, which a reward parses as such."""
     try:
         return label.lstrip()[:1] in ("{", "[") and isinstance(json.loads(label), (dict, list))
     except ValueError:
@@ -500,7 +507,7 @@ def _is_json(label: str) -> bool:
 
 
 def _poor(answer: Turns, config: Filters) -> str:
-    """Return why an answer is of too low quality or of a wrong length, or the empty text."""
+    """The reason why an answer is of too low quality or of a wrong length, or the empty text."""
     said = [message.content for message in answer if message.role == "assistant"]
     words = " ".join(said).split()
     if len(words) < config.min_answer_words:
@@ -516,7 +523,7 @@ def _poor(answer: Turns, config: Filters) -> str:
 
 
 def _repeated(answer: Turns) -> float:
-    """Return the share of an answer's word trigrams that occurred before in it."""
+    """The share of an answer's word trigrams that occurred before in it."""
     trigrams = _grams(words_of(normalize(answer)), 3)
     return 1 - len(set(trigrams)) / len(trigrams) if trigrams else 0.0
 
@@ -528,7 +535,7 @@ def _texts(example: Example) -> Iterable[str]:
 
 
 def _identifier(languages: tuple[str, ...]) -> Callable[[str], tuple[str, float]]:
-    """Return a function from a text to its language and the probability of it."""
+    """Make a function that maps a text to its language and the probability of that language."""
     try:
         from py3langid.langid import MODEL_FILE, LanguageIdentifier
     except ModuleNotFoundError:

@@ -1,8 +1,8 @@
 """Read columns by the names of our formats, detect a source's format, and decide what its labels mean.
 
-A row records the columns that are read, so that those left out can be reported or refused. Whether labels are verdicts on
-answers or expected answers is decided over a whole source: a verdict that is read as an expected answer makes a bad answer
-one to imitate, so labels that can be read both ways are refused.
+A row records which columns are read, so that unread columns can be reported or refused. Whether labels are verdicts on
+answers or expected answers is decided over a whole source: a verdict that is read as an expected answer makes a bad
+answer one to imitate, so labels that can be read both ways are refused.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _AFTER = (
     r"|starter_code|[a-e]"
 )
 _NEEDED = re.compile(rf"(?P<before>{_BEFORE})|{_AFTER}", re.IGNORECASE)
-"""Columns without which a prompt is another one; some stand before the question."""
+"""Columns without which a prompt has another meaning; the ones in `before` precede the question."""
 
 _OPEN_TRANSCRIPT = re.compile(r"(^|\n\n)Assistant:\s*$")
 
@@ -74,7 +74,7 @@ class Reading(Mapping[str, Any]):
         return self._row[theirs]
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return the value of a column, read; `default` if the row does not have it."""
+        """Read the value of a column; `default` if the row does not have it."""
         return self[name] if name in self._names else default
 
     def __contains__(self, name: object) -> bool:
@@ -87,7 +87,7 @@ class Reading(Mapping[str, Any]):
         return len(self._names)
 
     def changed(self, name: str, value: Any) -> Reading:
-        """Return the row with another value in a column; reads there count as reads here."""
+        """A copy of the row with another value in a column. Reads of the copy count as reads of this row."""
         other = Reading(self._row)
         theirs = self._names.get(name, name)
         other._row = {**self._row, theirs: value}
@@ -95,24 +95,24 @@ class Reading(Mapping[str, Any]):
         return other
 
     def maps(self, name: str) -> bool:
-        """Return whether `columns` maps the column `name`."""
+        """Whether `columns` maps the column `name`."""
         return self._names.get(name, name) != name
 
     def again(self) -> Reading:
-        """Return the row with no column read."""
+        """A copy of the row with no column read."""
         other = Reading(self._row)
         other._names = self._names
         return other
 
     def unread(self) -> list[str]:
-        """Return the columns, and the keys of turns, that hold something and were not read."""
+        """The columns, and the keys of turns, that are not empty and were not read."""
         found = (name for name, value in self._row.items() if name not in self._seen and not is_empty(value))
         keys = (f"{name}[].{key}" for name in self._seen if name in self._row for key in unread_keys(self._row[name]))
         return sorted({*found, *keys})
 
 
 def refuse_left_out(unread: Sequence[str], row: Row) -> None:
-    """Raise UnknownForm if a column without which the prompt is another one was not read."""
+    """Raise UnknownForm if a column without which the prompt has another meaning was not read."""
     found = {name: match for name in unread if (match := _needed(name))}
     if not found:
         return
@@ -130,7 +130,7 @@ def refuse_left_out(unread: Sequence[str], row: Row) -> None:
 
 @lru_cache
 def _needed(name: str) -> re.Match[str] | None:
-    """The match of a column without which a prompt is another one; kept, since each row has the same columns.
+    """Match the name of a column without which a prompt has another meaning. Cached: each row has the same columns.
 
     The last part of the name counts, as a word: `Option_A` for `Option A.`
     """
@@ -138,12 +138,12 @@ def _needed(name: str) -> re.Match[str] | None:
 
 
 def prompt_name(row: Mapping[str, Any]) -> str:
-    """Return the name of the column with the prompt of a pair, or the empty text if the row has none that is known."""
+    """The name of the column with the prompt of a pair, or the empty text if the row has no known one."""
     return next((name for name in PROMPTS if not is_empty(row.get(name))), "")
 
 
 def prompt_turns(row: Mapping[str, Any], name: str = "prompt") -> Turns:
-    """Return the prompt in the column `name` of a row. A transcript that ends with `Assistant:` is turns."""
+    """Read the prompt in the column `name` of a row. A transcript that ends with `Assistant:` is split into turns."""
     if name == "instruction":
         return alpaca_turns(row)
     value = row[name]
@@ -151,9 +151,9 @@ def prompt_turns(row: Mapping[str, Any], name: str = "prompt") -> Turns:
 
 
 def alpaca_turns(row: Mapping[str, Any]) -> Turns:
-    """Return the prompt of an alpaca row: its `history` (pairs of a question and an answer), `instruction` and `input`."""
+    """The prompt of an alpaca row: its `history` (pairs of a question and an answer), `instruction` and `input`."""
     own = "instruction" in row and not (isinstance(row, Reading) and row.maps("prompt"))
-    name = "instruction" if own else "prompt"  # beside `instruction`, `prompt` is a rendering of the whole row
+    name = "instruction" if own else "prompt"  # next to `instruction`, `prompt` renders the whole row
     parts = [string(row[one], one) for one in (name, "input") if one == name or not is_empty(row.get("input"))]
     earlier: list[Message] = []
     for pair in row.get("history") or ():
@@ -164,20 +164,20 @@ def alpaca_turns(row: Mapping[str, Any]) -> Turns:
 
 
 def is_empty(value: Any) -> bool:
-    """Return whether a cell is empty, as tables write missing values."""
+    """Whether a cell is empty, as tables write missing values."""
     return value is None or (isinstance(value, (str, list, tuple, Mapping)) and len(value) == 0)
 
 
 @lru_cache
 def _mapped(columns: Columns) -> dict[str, str]:
-    """Return our name -> the source's name of the columns that are mapped."""
+    """Map our name to the source's name, for each column that is mapped."""
     return {ours: theirs for ours in Columns.model_fields if (theirs := getattr(columns, ours))}
 
 
 # ---------------------------------------------------------------- formats
 
 MORE_THAN_ONE_ANSWER = ("chosen", "rejected", "preference", "answers", "completions", "ratings", "reward")
-"""Columns of forms in which an answer is worth more than another; those of one answer have none of them."""
+"""Columns of formats that rank answers. Formats with one answer have none of these columns."""
 _KNOWN = (
     ("stepwise", {"prompt", "completions", "labels"}),
     ("alpaca", {"instruction", "output"}),
@@ -191,7 +191,7 @@ _KNOWN = (
 
 
 def detect(row: Row) -> str:
-    """Return the format of `row` by its columns. Raises DataError for columns that are unknown or would be left out.
+    """Detect the format of `row` by its columns. Raises DataError for columns that are unknown or would be left out.
 
     >>> detect({"prompt": "2+2?", "chosen": "4", "rejected": "5"})
     'preference'
@@ -211,7 +211,7 @@ def detect(row: Row) -> str:
 
 
 def refuse_judgment(row: Row, has: set[str]) -> None:
-    """Raise UnknownForm for an answer with a thumb or a reward, which would be imitated whatever they say."""
+    """Raise UnknownForm for an answer with a thumb or a reward, which would be imitated even if it was judged bad."""
     judged = "thumbs" in has or ("reward" in has and "label" not in has)
     if judged and has & {"completion", "output", "answer", "messages", "conversations", "text"}:
         raise unknown("an answer with a thumb or a reward: it is not read, and the answer may be a bad one", row)
@@ -229,7 +229,7 @@ def refuse_hidden_answers(row: Row) -> None:
 
 
 def _holds(name: str, value: Any) -> bool:
-    """Return whether the column `name` contains an answer, an expected one, or a verdict on answers."""
+    """Whether the column `name` contains an answer, an expected one, or a verdict on answers."""
     words = {word.rstrip("0123456789") for word in _NOT_WORD.split(_CAMEL.sub("_", name).lower())}
     if words & _VERDICTS or name == "reward_model":
         return value not in (None, "", [], {})
@@ -246,7 +246,7 @@ _VERDICTS = {"preference", "preferences", "preferred", "winner", "loser", "bette
 
 
 def _pair_format(row: Row) -> str:
-    """Return the format of a pair. Raises UnknownForm if the prompt would have to be guessed from common words."""
+    """Detect the format of a pair. Raises UnknownForm if the prompt would have to be guessed from common words."""
     if rated_pair(row):
         raise unknown("ratings of a pair: they are not read under these names", row)
     sides = row["chosen"], row["rejected"]
@@ -280,11 +280,11 @@ _NUMBERS = ("0", "0.0", "1", "1.0", "-1", "-1.0")
 _WRITTEN_AS_FLOAT = re.compile(r"-?\d+\.0")
 _NO_NUMBER = ("nan", "<na>", "null", "none")
 _TELLING_ROWS = 8
-"""Number of rows from which labels that are two in all look like verdicts, even if they are not single words."""
+"""Number of rows from which exactly two distinct labels look like verdicts, even if they are not single words."""
 
 
 def verdict_of(row: Row) -> Any:
-    """Return the label of a row, or None if it has none; LLaMA-Factory calls it `kto_tag`."""
+    """The label of a row, or None if it has none; LLaMA-Factory calls it `kto_tag`."""
     return next((row[name] for name in ("label", "kto_tag") if not is_empty(row.get(name))), None)
 
 
@@ -302,14 +302,14 @@ def has_integers_with_gaps(rows: Iterable[Row], name: str) -> bool:
 
 
 def is_gap(value: Any) -> bool:
-    """True for an empty cell, or a word for a missing number: only among numbers is it that."""
+    """True for an empty cell, or for a word that means a missing number in a column of numbers."""
     return is_empty(value) or (isinstance(value, str) and value.lower() in _NO_NUMBER)
 
 
 def label_reading(source: Source, format_name: str, rows: Iterable[Row]) -> LabelReading:
-    """Return how to read the labels of `source`, whose rows are in the format `format_name`.
+    """Decide how to read the labels of `source`, whose rows are in the format `format_name`.
 
-    Raises DataError if they can be read in two ways, and for verdicts that say whether an answer is bad.
+    Raises DataError if they can be read in two ways, and for verdicts on whether an answer is bad.
     """
     reading = _label_reading(source, format_name, rows)
     name = _CAMEL.sub("_", source.columns.label).lower()
@@ -362,7 +362,7 @@ def refuse_verdict(row: Row, source: Source) -> None:
 
 
 def _may_be_verdicts(said: Counter[str]) -> bool:
-    """Whether labels are numbers of verdicts, half of them words of verdicts, or two words."""
+    """Whether labels may be verdicts: only verdict numbers, half of them verdict words, or just two distinct labels."""
     words = sum(count for label, count in said.items() if worth(label) is not None and label not in _NUMBERS)
     two = len(said) == 2 and (said.total() >= _TELLING_ROWS or all(map(str.isalpha, said)))
     return said.keys() <= set(_NUMBERS) or two or 2 * words >= said.total()

@@ -43,14 +43,14 @@ _OWN = {"parquet": "Parquet", "arrow": "Arrow"}
 
 
 def is_hub(source: Source) -> bool:
-    """Return whether `source` names a dataset of the Hugging Face Hub instead of local files."""
+    """Whether `source` names a dataset of the Hugging Face Hub instead of local files."""
     return file_type(source) == "hub"
 
 
 def source_files(path: str) -> list[Path]:
-    """Return the file at `path`, the files of types that can be read in a folder, or those that match a pattern.
+    """List the file at `path`, the files in a folder whose types can be read, or the files that match a pattern.
 
-    The order is that of their names. A folder that `Dataset.save_to_disk` wrote is one file.
+    The files are sorted by name. A folder that `Dataset.save_to_disk` wrote counts as one file.
     """
     found = Path(path).expanduser()
     if found.is_dir() and not any((found / name).exists() for name in _SAVED_DATASET):
@@ -61,10 +61,10 @@ def source_files(path: str) -> list[Path]:
 
 
 def file_type(source: Source) -> str:
-    """Return the file type of the source; `auto` recognizes folders, then file suffixes, then Hub names.
+    """Detect the file type of the source; `auto` recognizes folders, then file suffixes, then Hub names.
 
-    Raises ConfigError for pipes and devices, for a name of unknown type, for a Hub name without the commit that pins it,
-    and for a folder or a pattern without files, with several types or with several splits.
+    Raises ConfigError for pipes and devices, for a name of unknown type, for a Hub name without the commit that pins
+    it, and for a folder or a pattern without files, with several types or with several splits.
     """
     kind: str = source.file_type
     path = Path(source.path).expanduser()
@@ -117,12 +117,12 @@ def refuse_other_type(begin: bytes, kind: str, source: Source, *, path: Path) ->
 
 
 def at_path(source: Source, rule: str, remedy: str) -> str:
-    """Return the message of an error about the path of `source`."""
+    """Format the message of an error about the path of `source`."""
     return explain(f"data.sources[{source.name}].path", source.path, rule, remedy)
 
 
 def _suffix(path: Path) -> str:
-    """Return the suffix of a known file type, without that of packing, or the empty text."""
+    """The suffix of a known file type, without the suffix of compression, or the empty text."""
     suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() not in PACKED]
     return suffixes[-1] if suffixes and suffixes[-1] in _SUFFIXES else ""
 
@@ -151,6 +151,6 @@ def _type_of_files(source: Source) -> str:
 
 
 def _split(path: Path) -> str:
-    """Return the split that the name of a file, or else of a folder around it, is that of; empty for none."""
+    """Read the split from the name of a file, or else of a folder around it; empty if no name has one."""
     found = (_SPLITS.search(part.lower()) for part in reversed(path.parts))
     return next((match[1] for match in found if match), "")

@@ -56,10 +56,10 @@ _LONGEST_REASON = 500  # characters of a reason, which may quote a long value of
 def make_tables(
     config: Files, *, seed: int, report: DropReport, folder: Path | None = None, progress: RowProgress | None = None
 ) -> tuple[Tables, dict[str, Origin]]:
-    """Return the tables and the origin of each row by its ID, and add the rows left out to `report`.
+    """Build the tables and map each row's ID to its origin. Rows that are left out go to `report`.
 
-    Rows are in temporary files in `folder`, and `progress` shows the loops over them. Raises DataError, naming the first malformed row, if more than
-    `max_bad_fraction` of a source is malformed.
+    Rows are in temporary files in `folder`, and `progress` shows the loops over them. Raises DataError, naming the
+    first malformed row, if more than `max_bad_fraction` of a source is malformed.
     """
     file = RowFile(Example, Origin, Message, folder=folder, progress=progress)
     steps = file.progress
@@ -99,9 +99,9 @@ def read_examples(
     report: DropReport,
     file: RowFile | None = None,
 ) -> StoredRows[Example]:
-    """Return the rows of `source` as examples and report malformed rows. Raises DataError if there are too many.
+    """Read the rows of `source` as examples and report malformed rows. Raises DataError if there are too many.
 
-    With format `auto`, most rows decide for all. Ties are reported, but do not count as malformed.
+    With format `auto`, the most frequent format is used for all rows. Ties are reported, but do not count as malformed.
     """
     examples = StoredRows[Example](file or RowFile(Example, Origin, Message))
     malformed: list[Drop] = []
@@ -136,7 +136,7 @@ def read_examples(
 
 
 def pair_unpaired(examples: StoredRows[Example]) -> StoredRows[Example]:
-    """Return the examples with good and bad answers to the same prompt joined to pairs (KTO and stepwise rows).
+    """Join good and bad answers to the same prompt into pairs (KTO and stepwise rows).
 
     Answers without a partner stay unchanged: a good one can still be imitated, and any labeled one can be trained on
     alone. An answer that is labeled both good and bad is not paired with itself.
@@ -164,19 +164,19 @@ def pair_unpaired(examples: StoredRows[Example]) -> StoredRows[Example]:
 
 
 def _both(good: Example, bad: Example) -> str:
-    """Return the annotator of both answers of a pair, or the empty text if two people judged them."""
+    """The annotator of both answers of a pair, or the empty text if two people judged them."""
     return good.annotator if good.annotator == bad.annotator else ""
 
 
 @dataclass(frozen=True, slots=True)
 class _Readable:
-    """The readable rows of a source, which are in a file: each walk makes them again."""
+    """The readable rows of a source, stored in a file. Each iteration reads them again."""
 
     records: StoredRows[Record]
     source: Source
     format: str
     columns: set[str]
-    """Names of the columns that any of them has."""
+    """Names of all columns that occur in these rows."""
 
     def having(self, *names: str) -> Iterable[Row]:
         """The rows, or none if no row has one of the columns."""
@@ -192,7 +192,7 @@ class _Readable:
 
 
 def _readable(source: Source, report: DropReport, malformed: list[Drop], file: RowFile) -> _Readable:
-    """Return the format and columns of the readable rows, and add the others to `malformed`."""
+    """Find the format and columns of the readable rows, and add the others to `malformed`."""
     records = StoredRows[Record](RowFile(Record, Origin, folder=file.folder, progress=file.progress))
     for record in file.progress.walk(read(source)):
         records.append(record)
@@ -216,7 +216,10 @@ def _readable(source: Source, report: DropReport, malformed: list[Drop], file: R
 
 
 def usual_format(records: Sequence[Record], source: Source) -> str:
-    """The format of a source: if it is to be found, the format of most rows of a sample; empty if none has a known one."""
+    """The format of a source.
+
+    For `auto`, the most frequent format in a sample of rows, empty if no row has a known one.
+    """
     if source.format != "auto":
         return source.format
     found: Counter[str] = Counter()
@@ -227,7 +230,10 @@ def usual_format(records: Sequence[Record], source: Source) -> str:
 
 
 def row_format(record: Record, source: Source, known: str = "") -> tuple[str, Reading]:
-    """Return the format of a record (`known`, if its source has one) and its columns. Raises DataError if it is none."""
+    """Detect the format of a record (`known`, if its source has one) and its columns.
+
+    Raises DataError if it has none.
+    """
     if record.problem:
         raise DataError(record.problem)
     row = Reading(record.row, source.columns)
@@ -245,16 +251,16 @@ def _refuse_others(row: Reading, format_name: str) -> None:
         try:
             own = detect(row)
         except DataError:
-            if format_name == "implicit_preference":  # no prompt is made of what two texts have in common
+            if format_name == "implicit_preference":  # the common beginning of two texts is no prompt here
                 raise
-            return  # the adapter finds what the row lacks
+            return  # the adapter reports the missing columns
         if own not in (format_name, *JUDGED_FORMATS, "prompt"):
             rule = f"its columns are those of {own!r}, and most rows are {format_name!r}"
             raise DataError(f"mixed formats: {rule}; set `format`, or make it two sources")
 
 
 def _example(row: Reading, format_name: str, source: Source, labels: LabelReading) -> Example:
-    """Return the example of a row. Raises DataError for a malformed one, and Tie if it prefers no answer."""
+    """Convert a row to an example. Raises DataError for a malformed row, and Tie if it prefers no answer."""
     example = convert(row, format_name, labels=labels)
     if source.format == "auto":
         refuse_left_out(example.unread, row)
@@ -276,7 +282,7 @@ def _malformed(source: Source, origin: Origin, error: DataError | RecursionError
 
 
 def _paired(examples: StoredRows[Example], source: Source) -> StoredRows[Example]:
-    """Return the examples joined to pairs, except those for the `steps` table, which are judged one by one."""
+    """Join the examples to pairs, except the ones for the `steps` table, which are judged one by one."""
     use = source.use
     if not (use.steps or use.eval_steps or any(one.rejected and not one.chosen for one in examples)):
         return examples
@@ -288,7 +294,7 @@ def _paired(examples: StoredRows[Example], source: Source) -> StoredRows[Example
 
 
 def _goes_to(kind: str, example: Example, source: Source) -> bool:
-    """Return whether the example is one of `kind`, to train on or held out."""
+    """Whether the example belongs to the table `kind`, to train on or held out."""
     table = table_of(example, source.use)
     return table is not None and trained(table) == kind
 
@@ -332,7 +338,7 @@ def _deduplicate_across(assigned: Assigned, report: DropReport) -> None:
 
 
 def _asked(example: Example) -> Example:
-    """Return an example without its answers."""
+    """Remove the answers of an example."""
     return replace(example, chosen=(), rejected=()) if example.chosen or example.rejected else example
 
 
@@ -347,10 +353,10 @@ def _decontaminate(assigned: Assigned, config: Files, report: DropReport, file: 
 
 
 def _drop_near_duplicates(assigned: Assigned, threshold: float, report: DropReport) -> None:
-    """Drop rows that are near-duplicates of an earlier row of their table, or of one that it holds out."""
+    """Drop rows that are near-duplicates of an earlier row of their table or of its held-out rows."""
     for table in TRAINING:
         pool = NearDuplicates(threshold)
-        for name in (f"eval_{table}", table):  # held-out rows first: what stays there is not trained on
+        for name in (f"eval_{table}", table):  # held-out rows first: their duplicates are not trained on
             for source, found in (assigned[name] if name in assigned else {}).items():
                 assigned[name][source] = pool.distinct(found, report)
 
@@ -396,7 +402,7 @@ CONTENT = {
 
 
 def _tables(rows: dict[str, StoredRows[Example]], file: RowFile) -> tuple[Tables, dict[str, Origin]]:
-    """Return typed tables, whose rows are in `file`, and the origin of each row by its ID."""
+    """Build typed tables, whose rows are in `file`, and map each row's ID to its origin."""
     origins: dict[str, Origin] = {}
 
     def identify(example: Example, *parts: object) -> str:
@@ -422,7 +428,7 @@ def _tables(rows: dict[str, StoredRows[Example]], file: RowFile) -> tuple[Tables
 
 
 def _typed(kind: str, name: str, row: Example) -> Demonstration | Preference | Prompt | SteppedAnswer | Feedback:
-    """Return the example with the ID `name` as a row of the tables `kind` and `eval_{kind}`."""
+    """Convert the example with the ID `name` to a row of the tables `kind` and `eval_{kind}`."""
     match kind:
         case "demonstrations":
             return Demonstration(name, (*row.prompt, *row.chosen), row.source)

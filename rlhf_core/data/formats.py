@@ -1,7 +1,7 @@
 """Convert rows of the supported dataset formats to `Example`s, with one adapter per format.
 
 Column names are TRL's (https://huggingface.co/docs/trl/dataset_formats). Turns may be `role`/`content` or ShareGPT's
-`from`/`value`. Prompts and answers may be text or turns. Raw HH-RLHF transcripts and GSM8K are supported as they are.
+`from`/`value`. Prompts and answers may be text or turns. Raw HH-RLHF transcripts and GSM8K are supported unchanged.
 """
 
 import re
@@ -74,7 +74,7 @@ class Tie(Exception):
 
 
 def convert(row: Row, format_name: str, *, labels: LabelReading = "answer") -> Example:
-    """Return the example of `row` in the format `format_name`.
+    """Convert `row` from the format `format_name`.
 
     With `labels = "verdict"` the label of a row with one answer decides whether the answer is good. The column `system`
     becomes the system message. Raises DataError for an invalid row, and Tie if its answers are rated equally good.
@@ -100,7 +100,7 @@ def convert(row: Row, format_name: str, *, labels: LabelReading = "answer") -> E
 
 
 def _messages(row: Row) -> Example:
-    """Return a conversation as prompt and answer, or as a prompt alone if its last turn is not the assistant's."""
+    """Split a conversation into prompt and answer, or a prompt alone if its last turn is not the assistant's."""
     turns = turns_of(row["messages"] if "messages" in row else row["conversations"], role="")
     if turns[-1].role == "assistant":
         return Example(turns[:-1], turns[-1:], label=label(row))
@@ -108,7 +108,7 @@ def _messages(row: Row) -> Example:
 
 
 def _text(row: Row) -> Example:
-    """Return running text as one answer without a prompt."""
+    """Read running text as one answer without a prompt."""
     return Example((), turns_of(row["text"], role="assistant"))
 
 
@@ -122,7 +122,7 @@ def _prompt_completion(row: Row) -> Example:
 
 
 def _alpaca(row: Row) -> Example:
-    """Return the instruction with its input, the turns of `history` before it, and its output."""
+    """Read an instruction with its input, the turns of `history` before it, and its output."""
     answer = turns_of(row["completion"] if "completion" in row else row["output"], role="assistant")
     return Example(alpaca_turns(row), answer, label=label(row))
 
@@ -134,7 +134,7 @@ def _preference(row: Row) -> Example:
 
 
 def _implicit_preference(row: Row) -> Example:
-    """Return a pair whose prompt is the longest common beginning of both sides."""
+    """Read a pair whose prompt is the longest common beginning of both sides."""
     chosen, rejected = row["chosen"], row["rejected"]
     if isinstance(chosen, str) and isinstance(rejected, str) and not is_text_of_turns(chosen):
         border = _common_words(chosen, rejected)
@@ -145,7 +145,7 @@ def _implicit_preference(row: Row) -> Example:
 
 
 def _stepwise(row: Row) -> Example:
-    """Return the steps and their joined answer, which is good if every step is more likely right than wrong."""
+    """Read the steps and their joined answer, which is good if every step is more likely right than wrong."""
     steps, labels = row["completions"], row["labels"]
     if not isinstance(steps, (list, tuple)) or not isinstance(labels, (list, tuple)) or len(steps) != len(labels):
         raise DataError("completions and labels: must be lists of one length")
@@ -159,7 +159,7 @@ def _stepwise(row: Row) -> Example:
 
 
 def _question_answer(row: Row) -> Example:
-    """Return a question with its answer. The label is the text after `####` (GSM8K), or else the whole answer."""
+    """Read a question with its answer. The label is the text after `####` (GSM8K), or else the whole answer."""
     answer = string(row["answer"], "answer")
     _, mark, final = answer.rpartition("####")
     label = final.strip().replace(",", "") if mark else answer.strip()
@@ -182,7 +182,7 @@ ADAPTERS: dict[str, Callable[[Row], Example]] = {
 
 
 def _with_system(example: Example, row: Row) -> Example:
-    """Return `example` with the row's `system` as system message. Raises DataError if the turns have another one."""
+    """Add the row's `system` as system message. Raises DataError if the turns have another one."""
     name = next((name for name in SYSTEM if row.get(name) is not None), "")
     if not name or not string(row[name], name).strip():
         return example
@@ -196,7 +196,7 @@ def _with_system(example: Example, row: Row) -> Example:
 
 
 def _with_tools(example: Example, row: Row) -> Example:
-    """Return `example` with the row's tools in its first turn, from where the template shows them to the policy."""
+    """Add the row's tools to the first turn of `example`, from where the template shows them to the policy."""
     tools = tools_of(row.get("tools")) or tools_of(row.get("functions"))
     if not tools:
         return example
@@ -206,7 +206,7 @@ def _with_tools(example: Example, row: Row) -> Example:
 
 
 def _judged(example: Example, row: Row) -> Example:
-    """Return the example of a row with one answer as one that was judged good or bad, by its label."""
+    """Mark the only answer of a row as good or bad, by the row's label."""
     if example.judged or example.rejected or not example.chosen:
         return example
     if truth(verdict_of(row)):
@@ -217,14 +217,14 @@ def _judged(example: Example, row: Row) -> Example:
 
 
 def _prompt_cell(row: Row, format_name: str) -> Any:
-    """Return the part of a row with its prompt: the prompt column, or else the chosen side, which begins with it."""
+    """The part of a row with its prompt: the prompt column, or else the chosen side, which begins with it."""
     if format_name == "preference":
         return row.get(prompt_name(row) or "prompt", "")
     return row.get({"implicit_preference": "chosen", "alpaca": "instruction"}.get(format_name, "prompt"), "")
 
 
 def _split_pair(chosen: Turns, rejected: Turns, row: Row) -> Example:
-    """Return an example with the common turns as prompt and the rest as answers.
+    """Split a pair into the common turns as prompt and the rest as answers.
 
     Raises DataError if the row has its prompt in a column too, and another one there.
     """
@@ -242,7 +242,7 @@ def _pair(prompt: Turns, chosen: Turns, rejected: Turns, row: Row) -> Example:
 
 
 def _answer(value: Any, prompt: Turns) -> Turns:
-    """Return an answer without the prompt, which some datasets repeat in it as turns or as a transcript."""
+    """Remove the prompt from an answer; some datasets repeat it there as turns or as a transcript."""
     turns = turns_of(value, role="assistant")
     if isinstance(value, str) and TRANSCRIPT_TURN.match(value):
         whole = transcript(value)
@@ -251,7 +251,7 @@ def _answer(value: Any, prompt: Turns) -> Turns:
 
 
 def _common_words(left: str, right: str) -> int:
-    """Return the length of the longest common beginning that ends between words."""
+    """The length of the longest common beginning that ends between words."""
     common = left[: common_beginning(left, right)]
     return len(common) - len(re.split(r"\s", common)[-1])
 
@@ -276,9 +276,9 @@ def _check_example(example: Example) -> None:
 
 
 def _with_margin(row: Reading) -> Reading:
-    """Return a pair with the difference of its two scores as margin.
+    """Set the margin of a pair to the difference of its two scores.
 
-    Raises Tie for equal ones, and DataError if the chosen answer is rated below the rejected one.
+    Raises Tie for equal scores, and DataError if the chosen answer is rated below the rejected one.
     """
     better, worse = (rating(row.get(name)) for name in ("score_chosen", "score_rejected"))
     if better is None or worse is None:

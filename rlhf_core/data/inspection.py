@@ -1,4 +1,4 @@
-"""Describe the rows of data files, and what `prepare_data` makes of them, without a tokenizer (`rlhf data`)."""
+"""Describe rows of data files, and the tables that `prepare_data` would make of them (`rlhf data`)."""
 
 import json
 from collections import Counter
@@ -25,7 +25,7 @@ LONGEST_TURN = 400  # characters of a turn that are shown
 
 @dataclass(frozen=True, slots=True)
 class SourceReport:
-    """The rows of one source: format, columns, what is dropped and why, and the tables that it can fill."""
+    """The rows of one source: format, columns, dropped rows with reasons, and the tables that it can fill."""
 
     source: Source
     format: str = ""
@@ -43,13 +43,13 @@ class SourceReport:
     rows: tuple[str, ...] = ()
     """The first rows as text, with the trained parts inside 【 】."""
     function: str = ""
-    """What to paste if rows are in no known form."""
+    """The function to paste if rows are in no known form."""
     problem: str = ""
     """The error for which the source cannot be read at all."""
 
 
 def inspect(source: Source) -> SourceReport:
-    """Return what is known of `source` without a tokenizer."""
+    """Describe `source` as far as is possible without a tokenizer."""
     report = DropReport()
     try:
         first = list(_first(source))
@@ -79,7 +79,7 @@ def inspect(source: Source) -> SourceReport:
 
 
 def _columns(records: Sequence[Record]) -> Counter[str]:
-    """Return the number of records that hold something in each column."""
+    """Count the records with a value in each column."""
     return Counter(name for record in records for name, value in record.row.items() if not is_empty(value))
 
 
@@ -88,7 +88,7 @@ def _first(source: Source) -> Iterator[Record]:
 
 
 def _tables(examples: StoredRows[Example]) -> tuple[dict[str, int], dict[str, str]]:
-    """Return the rows that each table would have if all examples went there, and why the others would have none."""
+    """Count the rows that each table would have if all examples went there; for empty tables, give the reason."""
     joined = pair_unpaired(examples)
     counts: dict[str, int] = {}
     empty: dict[str, str] = {}
@@ -115,7 +115,7 @@ def _tables(examples: StoredRows[Example]) -> tuple[dict[str, int], dict[str, st
 
 
 def shown(example: Example) -> str:
-    """Return a row as text: a line for each turn, its role first, and for each tool call, with the trained parts inside 【 】.
+    """Format a row as text: one line per turn (role first) and per tool call, with the trained parts inside 【 】.
 
     >>> from rlhf_core.types import Message
     >>> print(shown(Example((Message("user", "2+2?"),), chosen=(Message("assistant", "4"),))))

@@ -1,4 +1,4 @@
-"""The order in which rows of several sources are drawn by their shares, as `datasets.interleave_datasets` draws them."""
+"""The order in which rows of several sources are drawn by their shares, as in `datasets.interleave_datasets`."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping

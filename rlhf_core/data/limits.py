@@ -1,4 +1,4 @@
-"""Report dropped rows, and drop those that exceed a limit in tokens or spell control tokens of the policy's tokenizer."""
+"""Report dropped rows, and drop rows that exceed token limits or contain control tokens of the policy's tokenizer."""
 
 from array import array
 from collections import Counter, defaultdict
@@ -46,7 +46,7 @@ class Drop:
 
     @property
     def rule(self) -> str:
-        """The reason without details of the row; of a malformed row, what is wrong with it."""
+        """The reason without details of the row; for a malformed row, the kind of fault."""
         kind, colon, said = self.reason.partition(": ")
         return f"{kind}: {said.partition(':')[0]}" if kind == "malformed" and colon else kind
 
@@ -94,11 +94,11 @@ class DropReport:
         self.drops.append(Drop(source, origin, reason))
 
     def counts(self) -> dict[str, int]:
-        """Return the number of drops per kind of reason, most frequent first."""
+        """Count the drops per kind of reason, most frequent first."""
         return dict(Counter(drop.kind for drop in self.drops).most_common())
 
     def reasons(self, source: str = "") -> list[Reason]:
-        """Return why rows of `source` (all sources if empty) were left out, the most frequent reason first."""
+        """The reasons why rows of `source` (all sources if empty) were left out, the most frequent first."""
         found: dict[str, list[Drop]] = defaultdict(list)
         for drop in sorted(self.drops, key=lambda drop: (drop.origin.file, drop.origin.line)):
             if source in ("", drop.source):
@@ -119,7 +119,7 @@ class DropReport:
             raise DataError(f"data.sources[{source}]", place, f"{bad[0].reason} {rule}", remedy)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the content of `validation.json`."""
+        """The content of `validation.json`."""
         some = {
             "not_read": {name: dict(one) for name, one in self.not_read.items() if one},
             "masked": dict(self.masked),
@@ -140,7 +140,8 @@ Row: TypeAlias = Demonstration | Preference | Prompt | SteppedAnswer | Feedback
 
 _PROBE = (Message("user", "Hi"),)
 BATCH = 1 << 20
-"""Characters of the rows that are checked together: the tokenizer takes a few hundred bytes for each of their tokens."""
+"""Characters of the rows that are checked together. The tokenizer takes a few hundred bytes for each of their
+tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +165,7 @@ def limit(
     origins: Mapping[str, Origin],
     report: DropReport,
 ) -> Tables:
-    """Return `tables` without the rows that exceed a limit, and add each dropped row to `report`.
+    """Drop the rows of `tables` that exceed a limit, and add each dropped row to `report`.
 
     Rows whose content spells a control token of the tokenizer are dropped, because it would forge turns.
     """
@@ -184,11 +185,11 @@ def limit(
 
 
 def control_tokens(chat: ChatTemplate) -> list[str]:
-    """Return the texts of the tokens that only a chat template may write: special ones, ends, and those around turns.
+    """The texts of the tokens that only a chat template may write: special tokens, ends, and tokens around turns.
 
-    Most tokenizers give names to a few of their special tokens (`all_special_tokens`). Those of Llama 3 and Gemma 3 leave
-    out tokens around turns, and DeepSeek's around turns are not special. Line breaks are tokens of Gemma's vocabulary.
-    Tokens around reasoning and tool calls are an answer's own, whether they are special or not.
+    Most tokenizers name a few of their special tokens (`all_special_tokens`). The lists of Llama 3 and Gemma 3 lack
+    tokens around turns, and DeepSeek's tokens around turns are not special. Line breaks are tokens of Gemma's
+    vocabulary. Tokens around reasoning and tool calls belong to the answer, whether they are special or not.
     """
     written = chat.ends.union(chat.prompt_ids(_PROBE))
     never = structure(chat.tokenizer, chat.ends)
@@ -201,7 +202,7 @@ def control_tokens(chat: ChatTemplate) -> list[str]:
 
 
 def parts(row: Row) -> tuple[tuple[Message, ...], tuple[tuple[Message, ...], ...]]:
-    """Return (prompt, answers) of a row.
+    """Split a row into (prompt, answers).
 
     The prompt of a demonstration is everything before its last turn. Steps are joined with one per line.
     """
@@ -233,9 +234,10 @@ def _batches(rows: Sequence[Row]) -> Iterator[list[Row]]:
 
 @dataclass(frozen=True, slots=True)
 class _Texts:
-    """The rendered text of a row in pieces: with each of its answers, or of a prompt without any.
+    """The rendered text of a row in pieces, one text with each of its answers, or the text of a prompt alone.
 
-    SFT trains earlier answers of a demonstration, too: `examples` are the pieces of its samples, if it has such answers.
+    SFT trains earlier answers of a demonstration, too: `examples` are the pieces of its samples, if it has such
+    answers.
     """
 
     answered: list[Segments]
@@ -253,7 +255,10 @@ class _Texts:
 
 @dataclass(frozen=True, slots=True)
 class _Reasons:
-    """Computes why rows are dropped. Only rows that may not fit, by the length of their texts, are tokenized."""
+    """Find the reasons why rows are dropped.
+
+    Only rows that may not fit, by the length of their texts, are tokenized.
+    """
 
     chat: ChatTemplate
     limits: TokenLimits
@@ -320,7 +325,7 @@ class _Reasons:
         return _sum(bounds.most, texts.bare) <= limits.max_prompt_tokens
 
     def _shorten(self, segments: Segments) -> Segments:
-        """The segments, with a beginning of each that cannot fit: the beginning cannot fit either."""
+        """Cut segments that cannot fit to a beginning that cannot fit either."""
         if (bounds := self.bounds) is None:
             return segments
         most, ends = max(asdict(self.limits).values()), self.chat.end_texts

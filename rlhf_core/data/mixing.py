@@ -34,13 +34,13 @@ T = TypeVar("T")
 
 
 def place(prompt: Turns, salt: str) -> float:
-    """Return a number in [0, 1) that depends only on `salt` and the content, so equal prompts get equal numbers."""
+    """Hash the content with `salt` to a number in [0, 1), so that equal prompts get equal numbers."""
     digest = hashlib.sha256(f"{salt}\0{exact(prompt).casefold()}".encode()).digest()
     return int.from_bytes(digest[:7], "big") / (1 << 56)  # 56 bits, more than a float's 53, fill [0, 1) evenly
 
 
 def table_of(example: Example, use: Use) -> Table | None:
-    """Return the table that the example's prompt is assigned to, or None if the shares of `use` leave it out.
+    """The table that the example's prompt is assigned to, or None if the shares of `use` leave it out.
 
     A row without a prompt (running text) is assigned by its answer.
     """
@@ -54,12 +54,12 @@ def table_of(example: Example, use: Use) -> Table | None:
 
 
 def is_evaluation(example: Example, eval_fraction: float) -> bool:
-    """Return whether the prompt of a demonstration, a pair or a judged answer is held out for evaluation."""
+    """Whether the prompt of a demonstration, a pair or a judged answer is held out for evaluation."""
     return place(example.prompt or example.chosen, "eval") < eval_fraction
 
 
 def trained(table: str) -> str:
-    """Return the table to train on of which `table` is, or holds out, the rows.
+    """The training table for `table`, which is either that table or its held-out part.
 
     >>> trained("eval_steps"), trained("steps")
     ('steps', 'steps')
@@ -68,7 +68,7 @@ def trained(table: str) -> str:
 
 
 def misfit(example: Example, table: str) -> str | None:
-    """Return the reason why `example` cannot be used in `table`, or None if it can."""
+    """The reason why `example` cannot be used in `table`, or None if it can."""
     kind = trained(table)
     prompt, chosen, rejected, steps = example.prompt, example.chosen, example.rejected, example.steps
     if kind != "demonstrations" and any(message.tool_fields for message in (*prompt, *chosen, *rejected)):
@@ -85,7 +85,7 @@ def misfit(example: Example, table: str) -> str | None:
 
 
 def mix(rows: Mapping[str, Sequence[T]], weights: Mapping[str, float], *, seed: int) -> list[T]:
-    """Return shuffled rows of all sources in the proportions of `weights`.
+    """Mix and shuffle the rows of all sources in the proportions of `weights`.
 
     The source with the fewest rows for its weight sets the size. Each source contributes a random subset of its rows,
     without repetition.
@@ -106,7 +106,7 @@ def mix(rows: Mapping[str, Sequence[T]], weights: Mapping[str, float], *, seed: 
 
 
 def shuffled(rows: Sequence[T], *, seed: int) -> list[T]:
-    """Return the rows in a random order determined by `seed`."""
+    """The rows in a random order determined by `seed`."""
     return random.Random(seed).sample(rows, k=len(rows))
 
 
@@ -114,14 +114,14 @@ def shuffled(rows: Sequence[T], *, seed: int) -> list[T]:
 
 
 def rows_at(step: int, rows: Sequence[T], *, count: int, seed: int) -> list[T]:
-    """Return `count` rows for `step`. An epoch may span several steps."""
+    """Draw `count` rows for `step`. An epoch may span several steps."""
     return rows_from(step * count, rows, count=count, seed=seed)
 
 
 def rows_from(first: int, rows: Sequence[T], *, count: int, seed: int, shuffles: bool = True) -> list[T]:
-    """Return `count` rows (at least one) from position `first` of the endless sequence of epochs.
+    """Draw `count` rows (at least one) from position `first` of the endless sequence of epochs.
 
-    Each epoch has another order or, unless it `shuffles`, that of the rows.
+    With `shuffles`, each epoch has another order; otherwise rows keep their order.
     """
     size = len(rows)
     positions = range(first, first + count)
@@ -142,10 +142,10 @@ def mixed_rows(
     seed: int,
     shuffles: bool = True,
 ) -> list[T]:
-    """Return `count` rows from position `first` of an endless sequence in which each source has its share of every `block`.
+    """Draw `count` rows from position `first` of an endless sequence with fixed shares of the sources per `block`.
 
-    The number of a source in a block differs from its share by less than 1, and is its share on average. Within a source,
-    rows come in epochs, as in `rows_from`. The sequence depends only on rows, shares, block and seed.
+    The number of a source in a block differs from its share by less than 1, and is its share on average. Within a
+    source, rows come in epochs, as in `rows_from`. The sequence depends only on rows, shares, block and seed.
     """
     found, order = list[T](), partial(rows_from, shuffles=shuffles)
     for number in range(first // block, (first + count - 1) // block + 1):
@@ -167,7 +167,7 @@ REMEMBERED_EVERY = 256
 
 @lru_cache(maxsize=4096)
 def taken_before(number: int, shares: tuple[tuple[str, float], ...], block: int, seed: int) -> tuple[int, ...]:
-    """Return how many rows of each source the blocks before block `number` have."""
+    """Count the rows of each source in the blocks before block `number`."""
     first = max(number - 1, 0) // REMEMBERED_EVERY * REMEMBERED_EVERY
     taken = taken_before(first, shares, block, seed) if first else (0,) * len(shares)
     for one in range(first, number):
@@ -177,7 +177,7 @@ def taken_before(number: int, shares: tuple[tuple[str, float], ...], block: int,
 
 
 def apportioned(shares: Mapping[str, float], count: int, *, offset: float) -> dict[str, int]:
-    """Return how many of `count` rows each source has, by systematic sampling: equal steps through the shares in order.
+    """Divide `count` rows among the sources by systematic sampling: equal steps through the shares in order.
 
     `offset` in [0, 1) is where the steps begin; over all offsets a source has its share exactly.
 
@@ -196,7 +196,7 @@ def apportioned(shares: Mapping[str, float], count: int, *, offset: float) -> di
 
 @lru_cache(maxsize=8)  # every step of an epoch needs its order, and an order of a million rows takes half a second
 def shuffled_indices(count: int, seed: int) -> Sequence[int]:
-    """Return the integers 0 ... count - 1 in a random order determined by `seed`."""
+    """The integers 0 ... count - 1 in a random order determined by `seed`."""
     order = array("q", range(count))
     random.Random(seed).shuffle(order)
     return order
@@ -214,7 +214,7 @@ def split_by_prompt(
 
 
 def held_out(prompt_ids: Iterable[str], *, fraction: float, seed: int) -> set[str]:
-    """Return the prompts to hold out: `fraction` of them and at least one, or none for one prompt or a fraction of 0.
+    """Choose the prompts to hold out: `fraction` of them and at least one, or none for one prompt or a fraction of 0.
 
     >>> len(held_out(["a", "b", "c"], fraction=0.05, seed=17))
     1

@@ -1,6 +1,6 @@
 """Tokenize texts, and pieces of a running text without changing the tokens before them.
 
-Some tokenizers mark the beginning of a text, and would mark that of each piece.
+Some tokenizers mark the beginning of a text, and would mark the beginning of each piece, too.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ Ids = Column[int]
 
 
 def encode(tokenizer: Any, text: str) -> Ids:
-    """Return the tokens of a whole text, without adding special tokens."""
+    """Tokenize a whole text, without adding special tokens."""
     return encode_all(tokenizer, [text])[0]
 
 
@@ -31,19 +31,19 @@ def encode_all(tokenizer: Any, texts: Sequence[str]) -> list[Ids]:
 
 
 def marks_beginning(tokenizer: Any) -> bool:
-    """Return whether `tokenizer` writes a mark before a text that begins with a letter."""
+    """Whether `tokenizer` writes a mark before a text that begins with a letter."""
     first = tokenizer.convert_ids_to_tokens(list(encode(tokenizer, "a")))[:1]
     return any(str(token).startswith(MARKS) for token in first)
 
 
 def difference(encoded: Callable[[str], Ids], before: str, text: str) -> Ids | None:
-    """Return the tokens that `text` adds to those of `before`, or None if a token crosses the border."""
+    """The tokens that `text` adds after the tokens of `before`, or None if a token crosses the border."""
     head, whole = encoded(before), encoded(before + text)
     return whole[len(head) :] if whole[: len(head)] == head else None
 
 
 def continued(tokenizer: Any, text: str) -> Ids:
-    """Return the tokens of `text` inside a running text, none of which crosses its beginning."""
+    """Tokenize `text` inside a running text, so that no token crosses its beginning."""
     if not marks_beginning(tokenizer):
         return encode(tokenizer, text)
     for anchor in ANCHORS:
@@ -55,7 +55,7 @@ def continued(tokenizer: Any, text: str) -> Ids:
 
 
 def following(tokenizer: Any, text: str, *, after: int) -> Ids:
-    """Return the tokens of `text` after the token `after`, which does not change.
+    """Tokenize `text` after the token `after`, which does not change.
 
     For some tokenizers an added token, special or not, ends a text, so they mark the beginning of the text after it.
     """
@@ -68,7 +68,7 @@ def following(tokenizer: Any, text: str, *, after: int) -> Ids:
 
 
 def token_text(tokenizer: Any, token: int, *, skip_special_tokens: bool) -> str:
-    """Return the text of one token inside a running text, including the space that it may begin with."""
+    """Decode one token inside a running text, including the space that it may begin with."""
     before = encode(tokenizer, "a") if marks_beginning(tokenizer) else ids(())
     # If a tokenizer marks beginnings, its decoder drops the space of the first token.
     shown = str(tokenizer.decode([*before, token], skip_special_tokens=skip_special_tokens))

@@ -1,9 +1,9 @@
 """The function to paste for rows in a form that `prepare_data` does not read.
 
-A source names it: `function = "rows.py:to_row"`. It gets each row of the file, and returns a row in a known form, a list of
-several, or None to leave the row out. Names and meanings that the row does not decide stand in it in capitals: Python then
-refuses the function until its user has replaced them. Columns that it does not use stay in the row, so that those that
-belong to the prompt, and verdicts, are read or refused as in any other row.
+A source names it: `function = "rows.py:to_row"`. It gets each row of the file, and returns a row in a known form, a
+list of several, or None to leave the row out. Names and meanings that the row does not determine are written in
+capitals, so that Python refuses the function until its user has replaced them. Unused columns stay in the row, so that
+columns of the prompt, and verdicts, are read or refused as in any other row.
 """
 
 import json
@@ -16,7 +16,7 @@ from rlhf_core.errors import DataError, side
 Row: TypeAlias = Mapping[str, Any]
 
 PROMPTS = ("prompt", "instruction", "question", "query", "problem", "input", "messages", "conversations")
-"""Names of columns that are the prompt of a pair, the first of them that a row has; `instruction` goes with `input`."""
+"""Names of columns with the prompt of a pair; the first one that a row has counts. `instruction` goes with `input`."""
 _PROMPTS = (*PROMPTS, "context", "history", "post", "ask", "request", "task", "user", "human")
 _NAMES = {
     "completion": ("completion", "response", "output", "answer", "reply", "target", "solution", "assistant"),
@@ -25,7 +25,7 @@ _NAMES = {
     "messages": ("messages", "conversations", "conversation", "dialogue", "dialog", "chat", "turns"),
     "text": ("text", "document", "body", "content"),
 }
-"""Column of a form -> names that data sets give it."""
+"""Column of a form -> the names that data sets give to it."""
 _FORMS = (("prompt", "chosen", "rejected"), ("chosen", "rejected"), ("prompt", "completion"), ("messages",), ("text",))
 _VERDICTS = (
     *("winner", "preference", "overall_preference", "preferred", "better", "choice", "verdict", "vote", "chosen"),
@@ -39,7 +39,7 @@ _SIDES = (("a", "b"), ("A", "B"), ("first", "second"), ("left", "right"))
 _NAMED_SIDE = re.compile(
     r"((the\W*)?(model|assistant|chatbot|system|candidate|answer|response|completion|output)[\W_]*)?", re.IGNORECASE
 )
-"""What may stand before a side: `model_a` says that a is better, `worse_a` does not."""
+"""Words that may stand before a side: `model_a` says that a is better, `worse_a` does not."""
 _LISTS = ("completions", "responses", "generations", "answers", "candidates")
 _TEXTS = ("response", "completion", "text", "content", "answer", "generation")
 _BEST_FIRST = ("rank", "ranks")
@@ -56,7 +56,7 @@ RATINGS = (
 
 
 class UnknownForm(DataError):
-    """Raised for a row in a form that is not read; `function` is what to paste, and `lines` the body of the function."""
+    """Raised for a row in an unknown form; `function` is the text to paste, and `lines` the body of the function."""
 
     def __init__(self, rule: str, function: str) -> None:
         super().__init__(rule)
@@ -69,7 +69,7 @@ def unknown(rule: str, row: Row) -> UnknownForm:
 
 
 def pasted(*lines: str) -> str:
-    """The remedy with a function of these lines."""
+    """The remedy of an error: paste a function with these lines."""
     code = "".join(f"    {line}\n" for line in lines)
     capitals = ", ".join(dict.fromkeys(_CAPITALS.findall(code)))
     decide = f" (first replace {capitals}, which only you know)" if capitals else ""
@@ -82,7 +82,7 @@ def to_paste(row: Row) -> str:
 
 
 def verdicts_of_classes(columns: Mapping[str, str], label: str, classes: Sequence[str]) -> str:
-    """The remedy for classes whose names do not say which one is good; `columns` are those that the source maps."""
+    """The remedy for classes whose names do not tell which one is good; `columns` are the source's mapped columns."""
     others = "".join(
         f"{_quoted(ours)}: {_cell(theirs)}, " for ours, theirs in columns.items() if theirs and ours != "label"
     )
@@ -129,7 +129,7 @@ def _comparison(row: Row) -> list[str]:
 
 
 def _ratings(row: Row) -> list[str]:
-    """Of answers in a list the best and the worst, by a number in each or in a list beside them."""
+    """The best and the worst answer of a list, by a number in each answer or in a second list."""
     name = _first(row, _LISTS)
     answers = row[name] if name else ()
     if not isinstance(answers, list) or len(answers) < 2:
@@ -241,13 +241,13 @@ def _first(row: Row, names: tuple[str, ...]) -> str:
 
 
 def _spelled(row: Row, names: tuple[str, ...]) -> str:
-    """The column with one of `names`, whatever its case and signs are; empty if there is none."""
+    """The column with one of `names`, ignoring case and signs; empty if the row has none of them."""
     plain = {re.sub(r"[\W_]", "", name).lower(): name for name, value in row.items() if isinstance(value, (str, list))}
     return next((plain[name] for name in names if name in plain), "")
 
 
 def _quoted(text: str) -> str:
-    """A text as a literal of Python, whatever is in it."""
+    """Quote any text as a Python literal."""
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -270,7 +270,7 @@ def _numbers(values: list[Any]) -> bool:
 
 
 def _both_words(said: Any, names: tuple[str, str]) -> tuple[str, str] | None:
-    """The verdicts for the first answer and for the second, if `said` names one of them."""
+    """The verdicts for the first and the second answer, if `said` names one of the two."""
     for pair in (names, *_SIDES) if isinstance(said, str) else ():
         for word in pair:
             stem = said.removesuffix(word)

@@ -71,7 +71,7 @@ class RowFile:
         self._objects: dict[int, Any] = {}
 
     def add(self, value: Any) -> int:
-        """Add a value, and return its number."""
+        """Add a value. The result is its number."""
         number, data = len(self._ends) - 1, BytesIO()
         pickler = pickle.Pickler(data, pickle.HIGHEST_PROTOCOL)
         pickler.dispatch_table = self._table

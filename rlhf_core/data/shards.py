@@ -1,7 +1,7 @@
 """Read and write tables: single ones, shards of generations and rollouts with an index, logs of PPO steps.
 
-Tables are Parquet files. The log of a PPO run, which only a resumed run reads, has Arrow files, which hold arrays as they
-are in memory: the driver writes them with a fifth of the CPU time.
+Tables are Parquet files. The log of a PPO run, which only a resumed run reads, has Arrow files, which have the layout
+of arrays in memory: the driver writes them with a fifth of the CPU time.
 
 Every write is atomic and flushed to disk before the file gets its name. An existing file is therefore complete, and a
 killed stage can continue after its last shard.
@@ -55,7 +55,7 @@ CONVERSATIONAL = pa.field("conversational", pa.bool_())
 
 
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, str]]:
-    """Return messages as values of a `MESSAGES` column. Raises DataError for tool calls, which it cannot hold."""
+    """Convert messages to values of a `MESSAGES` column. Raises DataError for tool calls, which it cannot hold."""
     if any(
         json.loads(message.tool_fields).keys() - {"chat_template_kwargs"} for message in messages if message.tool_fields
     ):
@@ -79,12 +79,12 @@ def widened(schema: pa.Schema, columns: Mapping[str, Sequence[Sequence[Message]]
 
 
 def tool_messages(messages: Sequence[Message]) -> list[dict[str, str]]:
-    """Return messages as values of a `MESSAGES_WITH_TOOLS` column."""
+    """Convert messages to values of a `MESSAGES_WITH_TOOLS` column."""
     return [{"role": one.role, "content": one.content, "tool_fields": one.tool_fields} for one in messages]
 
 
 def to_messages(rows: list[dict[str, str]]) -> tuple[Message, ...]:
-    """Return values of a `MESSAGES` or `MESSAGES_WITH_TOOLS` column as messages."""
+    """Convert values of a `MESSAGES` or `MESSAGES_WITH_TOOLS` column to messages."""
     return tuple(Message(**row) for row in rows)
 
 
@@ -111,7 +111,7 @@ _LARGEST = (1 << 31) - 1  # bytes of texts in one piece, whose places are int32
 
 
 class _Cells:
-    """A column that is made in parts: Python's objects take more memory than the numbers and texts in them."""
+    """A column that is built in parts: Python's objects take more memory than the numbers and texts in them."""
 
     def __init__(self, kind: pa.DataType) -> None:
         self._kind = kind
@@ -128,7 +128,7 @@ class _Cells:
 
 
 class _Turns:
-    """A column of conversations, most of the bytes of a table: to make it of parts would need them in memory twice."""
+    """A column of conversations, most of the bytes of a table. Building it in parts would need them in memory twice."""
 
     def __init__(self, kind: pa.DataType) -> None:
         self._plain = kind == MESSAGES
@@ -158,7 +158,10 @@ class _Turns:
             data += b"".join(found[name])
 
     def array(self) -> pa.ChunkedArray:
-        """The column, which reads the memory of this one. It is in one piece unless it has more than 2 GiB of text."""
+        """The column, which shares the memory of this object.
+
+        It is in one piece unless it has more than 2 GiB of text.
+        """
         kind = MESSAGES_WITH_TOOLS if self.said else MESSAGES
         made = []
         for ends, texts in self._pieces:
@@ -169,13 +172,16 @@ class _Turns:
 
 
 def _arrow(kind: pa.DataType, *buffers: Any, children: Sequence[pa.Array] = ()) -> pa.Array:
-    """An array without nulls of the buffers of its kind, the first of which says where each value ends."""
+    """Build an array without nulls from the buffers of its kind, the first of which holds the end of each value."""
     data = [None, *map(pa.py_buffer, buffers)]
     return pa.Array.from_buffers(kind, len(buffers[0]) - 1, data, children=list(children) or None)
 
 
 def read_rows(path: Path, schema: pa.Schema, kind: type[R], *, optional: pa.Field | None = None) -> list[R]:
-    """Return the rows that `write_rows` wrote, as dataclasses of the type `kind`. Errors are those of `read_table`."""
+    """Read the rows that `write_rows` wrote, as dataclasses of the type `kind`.
+
+    Raises the same errors as `read_table`.
+    """
     if optional is not None:
         schema = schema.append(optional)
     turns = {one.name for one in schema if one.type == MESSAGES}
@@ -193,7 +199,7 @@ def read_rows(path: Path, schema: pa.Schema, kind: type[R], *, optional: pa.Fiel
 
 
 LOG_SUFFIX = ".arrow"
-"""Of the shards of a log."""
+"""File suffix of the shards of a log."""
 
 
 def write_table(path: Path, schema: pa.Schema, columns: Mapping[str, list[Any] | pa.Array]) -> None:
@@ -204,7 +210,7 @@ def write_table(path: Path, schema: pa.Schema, columns: Mapping[str, list[Any] |
 
 
 def _array(cells: list[Any] | pa.Array | pa.ChunkedArray, kind: pa.DataType) -> pa.Array | pa.ChunkedArray:
-    """Return the cells of a column of a table; those that are columns themselves without a Python object per number."""
+    """Convert the cells of a table's column; cells that are columns themselves need no Python object per number."""
     if isinstance(cells, (pa.Array, pa.ChunkedArray)):
         return cells
     if not cells or not isinstance(cells[0], Column):
@@ -215,7 +221,7 @@ def _array(cells: list[Any] | pa.Array | pa.ChunkedArray, kind: pa.DataType) -> 
 
 
 def _per_token(name: str, lists: pa.ListArray) -> list[Column[Any]]:
-    """Return the numbers per token of each row."""
+    """The numbers per token of each row."""
     kind = PER_TOKEN[name]
     numbers, ends = lists.values.to_numpy().astype(kind), lists.offsets.to_numpy()
     return [Column(kind, numbers[start:end]) for start, end in pairwise(ends)]
@@ -233,11 +239,11 @@ def _put(path: Path, write: Callable[[Path], object]) -> None:
     write(temporary)
     fsync_path(temporary)  # the content before the name
     temporary.replace(path)
-    fsync_path(path.parent)  # and the name, which is an entry of its folder
+    fsync_path(path.parent)  # and the name, an entry of its folder
 
 
 def read_table(path: Path, schema: pa.Schema, *, since: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Return the rows of `path`. Raises DataError if the file or a column of `schema` is missing.
+    """Read the rows of `path`. Raises DataError if the file or a column of `schema` is missing.
 
     Columns named in `since` were added after the first files were written; if missing, their values are None.
     """
@@ -319,7 +325,7 @@ EXPERTS = pa.field(ROUTED_EXPERTS, pa.large_list(pa.int16()))
 
 
 def shard_path(folder: Path, shard: int) -> Path:
-    """Return the file of shard number `shard`.
+    """The file of shard number `shard`.
 
     >>> shard_path(Path("g"), 3).name
     'shard-00003.parquet'
@@ -328,12 +334,12 @@ def shard_path(folder: Path, shard: int) -> Path:
 
 
 def shards(folder: Path) -> list[Path]:
-    """Return the shard files of `folder`, in order. All of them are complete."""
+    """List the shard files of `folder`, in order. All of them are complete."""
     return sorted(folder.glob("shard-*"))
 
 
 def finished_shards(folder: Path) -> list[Path]:
-    """Return the shards to continue after, and remove those behind a gap because their missing rows are unknown."""
+    """List the shards to continue after, and remove shards behind a gap, because the missing rows are unknown."""
     found = shards(folder)
     kept = [path for number, path in enumerate(found) if path == shard_path(folder, number)]
     for path in found[len(kept) :]:
@@ -342,7 +348,7 @@ def finished_shards(folder: Path) -> list[Path]:
 
 
 def count_rows(path: Path) -> int:
-    """Return the number of rows of a shard, read from its footer."""
+    """Count the rows of a shard by reading its footer."""
     return int(pq.read_metadata(path).num_rows)
 
 
@@ -352,7 +358,7 @@ def write_index(folder: Path, facts: dict[str, Any]) -> None:
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """Return the index of `write_index`. Raises DataError if the index is missing."""
+    """Read the index of `write_index`. Raises DataError if the index is missing."""
     path = folder / INDEX_FILE
     if not path.is_file():
         raise DataError("index", str(path), "must exist beside the shards", "generate or score again")
@@ -366,7 +372,7 @@ def write_generations(folder: Path, shard: int, rows: Sequence[Generation]) -> N
 
 
 def read_generations(folder: Path) -> list[Generation]:
-    """Return the generations of all shards of `folder`, in order. Raises DataError if there are no shards."""
+    """Read the generations of all shards of `folder`, in order. Raises DataError if the folder has no shards."""
     return [Generation(*_sampled(row)) for row in _read_shards(folder, GENERATIONS_SCHEMA)]
 
 
@@ -376,7 +382,7 @@ def write_rollouts(folder: Path, shard: int, rows: Sequence[Rollout]) -> None:
 
 
 def read_rollouts(folder: Path) -> list[Rollout]:
-    """Return the rollouts of all shards of `folder`, in order. Raises DataError if there are no shards."""
+    """Read the rollouts of all shards of `folder`, in order. Raises DataError if the folder has no shards."""
     return [
         Rollout(*_sampled(row), row["reward"], dict(row["reward_components"]), row["invalid"], row["score"])
         for row in _read_shards(folder, ROLLOUTS_SCHEMA)
@@ -472,7 +478,7 @@ class RolloutLog:
         self._writing: Future[None] | None = None
 
     def read(self, step: int, *, policy: str) -> ScoredStep | None:
-        """Return the shard of the policy with this digest for `step`, None if there is none."""
+        """Read the shard of the policy with this digest for `step`, None if it has not been written."""
         self.wait()
         folder = _folder_of(self._folder, step)
         if not folder.is_dir():
@@ -527,7 +533,7 @@ def write_drawn(folder: Path, drawn: dict[int, Drawn]) -> None:
 
 
 def read_drawn(folder: Path) -> dict[int, Drawn]:
-    """Return the draws of `write_drawn`, by step, in ascending order."""
+    """Read the draws of `write_drawn`, by step, in ascending order."""
     return {
         _step(one): Drawn(read_index(one)["policy"], read_generations(one), read_pool(one / POOL))
         for one in sorted(folder.glob("step-*"))
@@ -542,7 +548,7 @@ def write_pool(folder: Path, pool: Pool) -> None:
 
 
 def read_pool(folder: Path) -> Pool:
-    """Return the pool of `write_pool`."""
+    """Read the pool of `write_pool`."""
     return Pool(read_index(folder)["begun"], tuple(read_generations(folder))) if folder.is_dir() else Pool()
 
 

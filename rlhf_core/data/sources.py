@@ -48,7 +48,7 @@ _BEGINNING = 1 << 16  # number of bytes in which the type of a file shows
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One row as it is in the file, or with an empty `row` and the reason in `problem` if it could not be read."""
+    """One unchanged row of the file, or an empty `row` with the reason in `problem` if it could not be read."""
 
     origin: Origin
     row: dict[str, Any]
@@ -56,7 +56,7 @@ class Record:
 
 
 def read(source: Source) -> Iterator[Record]:
-    """Yield every row of `source`, readable or not; if it has a function, the rows that this one makes of each.
+    """Yield every row of `source`, readable or not; if the source has a function, the rows that it makes of each.
 
     Raises DataError if the file is missing or of another type.
     """
@@ -106,7 +106,10 @@ def _file_rows(path: Path, kind: str, source: Source) -> Iterator[Record]:
 
 
 def _beginning(path: Path, kind: str, source: Source) -> bytes:
-    """Return the first bytes of a file, decompressed. Raises DataError if only its name is that of a compressed file."""
+    """Read and decompress the first bytes of a file.
+
+    Raises DataError if it has the name of a compressed file but is none.
+    """
     with path.open("rb") as raw:
         begin = raw.read(_BEGINNING)
     magic = PACKED.get(path.suffix.lower())
@@ -178,7 +181,7 @@ def _csv(path: Path, source: Source, delimiter: str = ",") -> Iterator[Record]:
 def _csv_rows(reader: csv.DictReader[str]) -> Iterator[tuple[int, dict[str, Any] | csv.Error]]:
     """Yield the first line of each row with the row, or with the error if it cannot be read.
 
-    Raises csv.Error for a quote that is never closed, because it may contain any number of rows.
+    Raises csv.Error for a quote that is never closed, because its text may contain any number of rows.
     """
     while True:
         first = reader.reader.line_num + 1

@@ -43,11 +43,11 @@ class Overlaps:
     """Suite -> ID of a prompt -> its last turn."""
 
     def rows(self) -> dict[str, int]:
-        """Return the number of rows that were left out for each suite. A row counts for the first suite that it overlaps with."""
+        """Count the rows that were left out for each suite. A row counts for the first suite that it overlaps with."""
         return {name: len(rows) for name, rows in self.found.items()}
 
     def lines(self) -> list[str]:
-        """Return a sentence for each suite with an overlap."""
+        """One sentence for each suite with an overlap."""
         return [
             f"{len(rows)} training rows are left out for the suite {name}: they have {len({one.prompt for one in rows})} of its "
             f"{self.prompts[name]} prompts (in {OVERLAPS})"
@@ -56,7 +56,10 @@ class Overlaps:
         ]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report: by suite its prompts, how many of them training rows have, rows by table, and each row."""
+        """The report as JSON.
+
+        For each suite: its prompts, the number found in training rows, and these rows by table.
+        """
         return {
             "ngram": self.ngram,
             "suites": {
@@ -83,10 +86,10 @@ def without_prompts(
     origins: Mapping[str, Origin],
     report: DropReport,
 ) -> tuple[Tables, Overlaps]:
-    """Return the tables without training rows that have prompts of `suites`, which are added to `report`.
+    """Drop training rows that have prompts of `suites`, and add them to `report`.
 
-    A row has a prompt if it begins with it, or shares `ngram` words in a row with it in its prompt or an answer. Turns of
-    the system do not count: the same question under another one is the same.
+    A row has a prompt if it begins with it, or shares `ngram` words in a row with it in its prompt or an answer. System
+    turns do not count: a question stays the same under another system turn.
     """
     known = {name: Overlap((spoken(one.messages) for one in prompts), ngram=ngram) for name, prompts in suites.items()}
     found: dict[str, list[SharedRow]] = {name: [] for name in suites}
@@ -111,7 +114,7 @@ def without_prompts(
 
 
 def spoken(turns: Turns) -> Turns:
-    """Return the turns without those of the system."""
+    """The turns except system turns."""
     return tuple(one for one in turns if one.role != "system")
 
 

@@ -21,7 +21,7 @@ from rlhf_core.types import Message, Prompt, TokenSample, mask
 
 PROMPTS_FILE = "prompts.parquet"
 DIFFICULTY = "difficulty.json"
-"""Beside prompts that were selected by the mean of a reward: what that mean was."""
+"""File next to prompts that were selected by their mean reward, with these means."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class SteppedAnswer:
     source: str
 
     def answer(self, separator: str) -> tuple[Message, ...]:
-        """Return the steps, joined by `separator`, as an assistant turn."""
+        """Join the steps by `separator` to an assistant turn."""
         return (Message("assistant", separator.join(self.steps)),)
 
 
@@ -103,7 +103,7 @@ class Tables:
     eval_feedback: Sequence[Feedback] = ()
 
     def named(self) -> dict[str, Sequence[Demonstration | Preference | Prompt | SteppedAnswer | Feedback]]:
-        """Return the tables by name, in the order of the fields."""
+        """The tables by name, in the order of the fields."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def training_texts(self) -> Iterator[str]:
@@ -119,7 +119,7 @@ class Tables:
 
 
 def content_id(*parts: object) -> str:
-    """Return a stable ID of the content: the first 16 hex digits of the SHA-256 of the JSON of `parts`.
+    """A stable ID of the content: the first 16 hex digits of the SHA-256 of the JSON of `parts`.
 
     >>> content_id("a", 1)
     '2657442bb4a48d62'
@@ -128,13 +128,16 @@ def content_id(*parts: object) -> str:
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass; messages without tool calls have the id that they had before there were any."""
+    """The fields of a dataclass.
+
+    Without tool calls, messages keep the IDs of older versions, which had no `tool_fields`.
+    """
     found = {field.name: getattr(value, field.name) for field in fields(value)}  # `asdict` would copy texts
     return {name: item for name, item in found.items() if name != "tool_fields" or item}
 
 
 def pseudonym(annotator: str, source: str) -> str:
-    """Return a stable name for an annotator of `source` that is not the person's own; empty for the empty name.
+    """A stable pseudonym for an annotator of `source`; empty for the empty name.
 
     >>> pseudonym("jo@example.com", "desk") == pseudonym("jo@example.com", "desk") != pseudonym("jo@example.com", "hh")
     True
@@ -167,7 +170,7 @@ def write_demonstrations(path: Path, rows: Iterable[Demonstration]) -> None:
 
 
 def read_demonstrations(path: Path) -> list[Demonstration]:
-    """Return the rows of the parquet file `path` (`train.parquet` or `eval.parquet`), in order."""
+    """Read the rows of the parquet file `path` (`train.parquet` or `eval.parquet`), in order."""
     return read_rows(path, DEMONSTRATIONS_SCHEMA, Demonstration)
 
 
@@ -177,17 +180,17 @@ def write_preferences(path: Path, rows: Iterable[Preference]) -> None:
 
 
 def read_preferences(path: Path) -> list[Preference]:
-    """Return the rows of the parquet file `path` (`train.parquet` or `eval.parquet`), in order."""
+    """Read the rows of the parquet file `path` (`train.parquet` or `eval.parquet`), in order."""
     return read_rows(path, PREFERENCES_SCHEMA, Preference, optional=ANNOTATOR)
 
 
 def write_feedback(folder: Path, split: str, rows: Iterable[Feedback]) -> None:
-    """Write `rows` to `folder`, in a file beside the pairs of `split` (`train` or `eval`)."""
+    """Write `rows` to `folder`, in a file next to the pairs of `split` (`train` or `eval`)."""
     write_rows(_feedback_file(folder, split), FEEDBACK_SCHEMA, rows, optional=ANNOTATOR)
 
 
 def read_feedback(folder: Path, split: str) -> list[Feedback]:
-    """Return the single judged answers beside the pairs of `split` in `folder`, in order; most datasets have none."""
+    """Read the single judged answers next to the pairs of `split` in `folder`, in order; most datasets have none."""
     path = _feedback_file(folder, split)
     return read_rows(path, FEEDBACK_SCHEMA, Feedback, optional=ANNOTATOR) if path.exists() else []
 
@@ -202,7 +205,7 @@ def write_steps(path: Path, rows: Iterable[SteppedAnswer]) -> None:
 
 
 def read_steps(path: Path) -> list[SteppedAnswer]:
-    """Return the rows of the parquet file `path` (`train.parquet` or `eval.parquet`), in order."""
+    """Read the rows of the parquet file `path` (`train.parquet` or `eval.parquet`), in order."""
     return read_rows(path, STEPS_SCHEMA, SteppedAnswer)
 
 
@@ -212,7 +215,7 @@ def write_prompts(folder: Path, rows: Iterable[Prompt]) -> None:
 
 
 def read_prompts(folder: Path) -> list[Prompt]:
-    """Return the rows of `folder/prompts.parquet`, in order."""
+    """Read the rows of `folder/prompts.parquet`, in order."""
     return read_rows(folder / PROMPTS_FILE, PROMPTS_SCHEMA, Prompt, optional=CONVERSATIONAL)
 
 
@@ -239,7 +242,7 @@ class StepSplitter:
             raise ConfigError("separator", separator, rule, "use another one, such as a newline")
 
     def ends(self, token_ids: Sequence[int]) -> tuple[int, ...]:
-        """Return the position of each step's last token: the token that completes its separator, or the answer's last.
+        """Find the position of each step's last token: the token that completes its separator, or the answer's last.
 
         A piece without text (a blank line, the end token) belongs to the step before it. An answer without the
         separator is one step, and an answer without tokens has no step.
@@ -281,7 +284,7 @@ class StepSplitter:
 
 
 def preview(tables: Tables, chat: ChatTemplate, *, rows: int) -> str:
-    """Return Markdown with the first `rows` rows of each table, with the trained tokens inside 【 】."""
+    """Render the first `rows` rows of each table as Markdown, with the trained tokens inside 【 】."""
 
     def answered(prompt: Sequence[Message], answer: Sequence[Message]) -> str:
         sample = chat.continuation(prompt, answer, max_length=UNLIMITED)

@@ -23,9 +23,9 @@ _KEEPS_ALL = ("ByteLevel", "Digits", "Metaspace")  # pre-tokenizers that remove 
 class TokenBounds:
     """The least and the most tokens that a text of some length may have.
 
-    A token stands for at most `longest` characters besides white space, which an added token may swallow; a normal form
-    may make one character of `composed` characters beyond ASCII. A token stands for at least one byte of the normalized
-    text. `growth` is the factor by which a normal form may lengthen bytes beyond ASCII, and 0 if there is no upper bound.
+    A token stands for at most `longest` characters besides white space, which an added token may swallow. A normal form
+    may merge `composed` characters beyond ASCII into one. A token stands for at least one byte of the normalized text.
+    `growth` is the factor by which a normal form may lengthen bytes beyond ASCII, and 0 if there is no upper bound.
     """
 
     longest: int
@@ -49,7 +49,10 @@ class TokenBounds:
         return plain + self.growth * (size - plain)
 
     def shorten(self, text: str, *, tokens: int, ends: Sequence[str] = ()) -> str:
-        """The text, or a beginning of it that has more than `tokens` tokens; that of an answer keeps one of its `ends`."""
+        """The text, or a beginning of it that has more than `tokens` tokens.
+
+        The beginning of an answer keeps one of its `ends`.
+        """
         # About a fifth of a text is white space, which counts as nothing. If there is more, the size doubles.
         size = max(_COUNTED, self.longest * (tokens + 1) * 5 // 4)
         while size < len(text):

@@ -1,10 +1,11 @@
-"""Read the turns of a conversation: `role`/`content`, ShareGPT's `from`/`value`, transcripts, tool calls and results.
+"""Read the turns of a conversation: `role`/`content`, `from`/`value`, transcripts, tool calls and results.
 
-Content may be a list of parts of text, and turns may be JSON text. Reasoning beside the content of an answer is written
-before it, between `<think>` and `</think>`.
+The pair `from`/`value` is ShareGPT's. Content may be a list of parts of text, and turns may be JSON text. Reasoning
+that is stored apart from the content of an answer is written before it, between `<think>` and `</think>`.
 
-A call is kept as chat templates expect it, `{"type": "function", "function": {"name": ..., "arguments": {...}}}`, in the
-JSON text `Message.tool_fields` beside the content of its turn. The tools of a conversation stand in its first turn.
+A call is kept as chat templates expect it, `{"type": "function", "function": {"name": ..., "arguments": {...}}}`, in
+the JSON text `Message.tool_fields` next to the content of its turn. The tools of a conversation stand in its first
+turn.
 """
 
 import datetime
@@ -30,7 +31,7 @@ TRUTHS = {
         ("false", "undesirable", "rejected", "dispreferred", "disliked", "dislike", "thumbs_down", "👎"), False
     ),
 }
-"""Words that are nothing else than a verdict on an answer."""
+"""Words that can only be verdicts on an answer."""
 _VERDICTS = TRUTHS | {
     **dict.fromkeys(
         ("1", "1.0", "yes", "good", "correct", "right", "positive", "pos", "safe", "helpful", "pass", "passed"), True
@@ -51,7 +52,7 @@ _LONGEST_INTEGER = 4300  # most digits of an integer that Python parses by defau
 
 
 def string(value: Any, name: str) -> str:
-    """Return a text that UTF-8 can hold; `name` stands in the error."""
+    """Check that a value is text that UTF-8 can hold; `name` is used in the error."""
     if not isinstance(value, str):
         raise DataError(f"not text: {name} is {type(value).__name__}")
     try:
@@ -66,7 +67,7 @@ class RepeatedKey(DataError):
 
 
 def from_json(text: str) -> Any:
-    """Return the value of JSON text. Raises RepeatedKey, or DataError for invalid JSON."""
+    """Parse JSON text. Raises RepeatedKey, or DataError for invalid JSON."""
     try:
         return json.loads(text, parse_int=_integer, object_pairs_hook=_object)
     except (json.JSONDecodeError, RecursionError) as error:
@@ -83,12 +84,12 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _integer(digits: str) -> int | Decimal:
-    """Return an integer, as a Decimal that keeps all digits if it is too long for `int`."""
+    """Parse an integer, as a Decimal that keeps all digits if it is too long for `int`."""
     return int(digits) if len(digits) <= _LONGEST_INTEGER else Decimal(digits)
 
 
 def label(row: Row) -> str:
-    """Return the expected answer: text as it is, dates and decimal numbers as written, floats without a power, the rest as JSON."""
+    """Format the expected answer: text, dates and decimals unchanged, floats without an exponent, the rest as JSON."""
     value = row.get("label")
     if value is None or value != value:  # NaN, as pandas writes a missing number
         return ""
@@ -116,7 +117,7 @@ def _as_json(value: Any, name: str) -> str:
 
 
 def margin(row: Row) -> float:
-    """Return the margin of a row, or 0.0 if it has none. Raises DataError for a negative one."""
+    """The margin of a row, or 0.0 if it has none. Raises DataError for a negative one."""
     if "margin" not in row or row["margin"] in (None, ""):
         return 0.0
     number = finite(row["margin"], "margin")
@@ -128,7 +129,7 @@ def margin(row: Row) -> float:
 
 
 def annotator(row: Row) -> str:
-    """Return the annotator of the row, a text or a number, as text; empty if unknown."""
+    """The annotator of the row, a text or a number, as text; empty if unknown."""
     value = next((row[name] for name in ("annotator", "annotator_id") if row.get(name) is not None), "")
     if isinstance(value, float) and value.is_integer():  # a column of integers with gaps
         value = int(value)
@@ -136,7 +137,7 @@ def annotator(row: Row) -> str:
 
 
 def finite(value: Any, name: str) -> float:
-    """Return a finite number; `name` stands in the error."""
+    """Parse a finite number; `name` is used in the error."""
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError) as error:
@@ -147,7 +148,7 @@ def finite(value: Any, name: str) -> float:
 
 
 def rating(value: Any) -> float | None:
-    """Return a rating as a number, or None for a missing one (`N/A`, NaN). Raises DataError for anything else."""
+    """Parse a rating as a number, or None for a missing one (`N/A`, NaN). Raises DataError for anything else."""
     if value is None or value != value or spelling(value) in ("", "n/a", "na", "none", "null"):  # pandas writes NaN
         return None
     if isinstance(value, bool):
@@ -156,7 +157,7 @@ def rating(value: Any) -> float | None:
 
 
 def truth(value: Any) -> bool:
-    """Return a verdict as a boolean. Accepts booleans, 0 or -1 and 1, their spellings in CSV, and words: `desirable`."""
+    """Parse a verdict as a boolean. Accepts booleans, 0 or -1 and 1, their spellings in CSV, and words: `desirable`."""
     good = False if spelling(value) in _MINUS_ONE else worth(value)
     if good is None:
         raise DataError(f"not true or false: label is {value!r}")
@@ -164,7 +165,7 @@ def truth(value: Any) -> bool:
 
 
 def worth(value: Any) -> bool | None:
-    """True for a word that says good, False for one that says bad, None for all others.
+    """True for a word that means good, False for a word that means bad, None for any other value.
 
     >>> worth("Thumbs-Down"), worth("up"), worth("LABEL_0")
     (False, True, None)
@@ -174,7 +175,7 @@ def worth(value: Any) -> bool | None:
 
 
 def probability(value: Any) -> float:
-    """Return a label as a probability: 1.0 or 0.0 for good or bad, and a soft label unchanged."""
+    """Convert a label to a probability: 1.0 or 0.0 for good or bad, and a soft label unchanged."""
     good = worth(value)
     if good is not None:
         return float(good)
@@ -188,7 +189,7 @@ def probability(value: Any) -> float:
 
 
 def spelling(value: Any) -> str:
-    r"""Return a value as lower-case text without spaces around it; the color of a thumb says nothing.
+    r"""Convert a value to lower-case text without spaces around it; the color of a thumb is ignored.
 
     >>> spelling(" \uff39es"), spelling("👍\U0001f3fd")
     ('yes', '👍')
@@ -231,7 +232,10 @@ _ROLE_AS_TEXT, _CONTENT_AS_TEXT = (re.compile(rf"""(['"])({keys})\1\s*:""") for 
 
 
 def turns_of(value: Any, *, role: str) -> Turns:
-    """Return `value` as turns. Text becomes one turn of `role`, unless it is turns as JSON; a list is read turn by turn."""
+    """Convert `value` to turns.
+
+    Text becomes one turn of `role`, unless it is turns as JSON; a list is read turn by turn.
+    """
     if isinstance(value, str):
         found = _turns_in_text(value)
         if found is None and role:
@@ -247,30 +251,30 @@ def turns_of(value: Any, *, role: str) -> Turns:
 
 
 def is_text_of_turns(value: Any) -> bool:
-    """Return whether `value` is text in which a list of turns is written."""
+    """Whether `value` is text in which a list of turns is written."""
     return isinstance(value, str) and _turns_in_text(value) is not None
 
 
 def holds_turns(value: Any) -> bool:
-    """Return whether `value` is turns instead of text: a list of them, or their JSON text."""
+    """Whether `value` is turns instead of text: a list of them, or their JSON text."""
     return not isinstance(value, str) or is_text_of_turns(value)
 
 
 def looks_like_turns(value: Any) -> bool:
-    """True for a turn, or a list of turns, whatever its roles are."""
+    """True for a turn, or a list of turns, with any roles."""
     turns = value if isinstance(value, list) else [value]
     return bool(turns) and all(isinstance(turn, Mapping) and _pair(turn) is not None for turn in turns)
 
 
 def begins_conversation(value: Any) -> bool:
-    """Return whether `value`, turns or a transcript, begins with another's turn than the assistant's."""
+    """Whether `value`, turns or a transcript, begins with a turn that is not the assistant's."""
     if isinstance(value, str) and not is_text_of_turns(value):
         return TRANSCRIPT_TURN.match(value) is not None
     return not isinstance(value, Mapping) and turns_of(value, role="")[0].role != "assistant"
 
 
 def unread_keys(value: Any) -> set[str]:
-    """Return the keys of turns, of their parts and calls, that hold something and that `turns_of` does not read.
+    """The keys of turns, of their parts and calls, that are not empty and that `turns_of` does not read.
 
     >>> sorted(unread_keys([{"role": "user", "content": "Hi", "name": "Zoë", "weight": None}]))
     ['name']
@@ -297,7 +301,7 @@ def unread_keys(value: Any) -> set[str]:
 
 
 def transcript(text: Any) -> Turns:
-    """Return the turns of a raw transcript, in which each begins with `Human:` or `Assistant:` after an empty line."""
+    """Split a raw transcript into turns; each begins with `Human:` or `Assistant:` after an empty line."""
     pieces = TRANSCRIPT_TURN.split(string(text, "transcript"))
     if len(pieces) < 3 or pieces[0].strip():
         raise DataError("not a transcript: it must begin with 'Human:' or 'Assistant:'")
@@ -307,7 +311,7 @@ def transcript(text: Any) -> Turns:
 
 
 def asked(prompt: str) -> Any:
-    """Return a prompt, split into turns if it is a transcript (`Human: ... Assistant:`)."""
+    """Split a prompt into turns if it is a transcript (`Human: ... Assistant:`); otherwise leave it unchanged."""
     if not TRANSCRIPT_TURN.match(prompt.strip()):
         return prompt
     pieces = TRANSCRIPT_TURN.split(prompt.strip())
@@ -319,7 +323,7 @@ def asked(prompt: str) -> Any:
 
 
 def tools_of(value: Any) -> list[dict[str, Any]]:
-    """Return the tools of a row as schemas `{"type": "function", "function": {...}}`; a row may hold them as JSON text.
+    """Convert the tools of a row, which may be JSON text, to schemas `{"type": "function", "function": {...}}`.
 
     >>> tools_of('[{"name": "add", "parameters": {}}]')
     [{'type': 'function', 'function': {'name': 'add', 'parameters': {}}}]
@@ -369,7 +373,7 @@ def _turn(item: Any) -> Message:
 
 
 def _pair(item: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the names of the keys with role and content, or None if the turn has no such pair."""
+    """The names of the keys with role and content, or None if the turn has no such pair."""
     for pair in (("role", "content"), ("from", "value")):
         if pair[0] in item and (pair[1] in item or any(not _is_nothing(item.get(name)) for name in _CALLS)):
             return pair
@@ -381,7 +385,7 @@ def _others(item: Mapping[str, Any], known: set[str]) -> set[str]:
 
 
 def _turns_in_text(text: str) -> Any:
-    """Return the turns that are written as JSON in `text`, or None for any other text.
+    """Parse the turns that are written as JSON in `text`; None for any other text.
 
     Raises DataError for turns as Python shows them, and for JSON of turns that cannot be read.
     """
@@ -402,7 +406,7 @@ def _turns_in_text(text: str) -> Any:
 
 
 def _text(content: Any, calls: list[dict[str, Any]], role: str) -> tuple[str, list[str]]:
-    """Return the text of a turn, and the reasoning among the parts of its content."""
+    """The text of a turn, and the reasoning among the parts of its content."""
     if content is None and (calls or role == "system"):
         return "", []
     if not isinstance(content, (list, tuple)):
@@ -419,7 +423,7 @@ def _text(content: Any, calls: list[dict[str, Any]], role: str) -> tuple[str, li
 
 
 def _with_reasoning(text: str, thoughts: list[str], role: str) -> str:
-    """Return an answer with its reasoning before it, as Qwen's and DeepSeek's templates write it."""
+    """Prepend the reasoning to an answer, as Qwen's and DeepSeek's templates write it."""
     if not thoughts:
         return text
     if role != "assistant" or len(set(thoughts)) > 1 or "<think>" in text:
@@ -443,7 +447,7 @@ def _refuse_untrained(item: Mapping[str, Any], role: str) -> None:
 
 
 def _tool_fields(item: Mapping[str, Any], calls: list[dict[str, Any]], role: str) -> str:
-    """Return the JSON of the parts of a turn that a template reads besides its content; "" if there are none."""
+    """The JSON of the parts of a turn that a template reads besides its content; "" if the turn has none."""
     if calls:
         return _json({"tool_calls": calls})
     names = [name for name in _OF_RESULTS if role == "tool" and item.get(name)]
@@ -458,7 +462,7 @@ def _calls(value: Any, name: str) -> list[dict[str, Any]]:
 
 
 def _call(call: Any, name: str) -> dict[str, Any]:
-    """Return a call with its arguments as an object, which templates write as JSON themselves."""
+    """Convert a call to one with its arguments as an object, which templates write as JSON themselves."""
     inner = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(inner, Mapping) or not isinstance(inner.get("name"), str) or not inner["name"]:
         raise DataError(f"{name}: a call needs the name of a function and its arguments, {str(call)[:80]!r} has not")
@@ -498,7 +502,7 @@ def _tool(tool: Any) -> dict[str, Any]:
 
 
 def _parsed(value: Any, name: str) -> Any:
-    """Return a value that may be written as JSON text. Raises DataError for nulls inside of one that is not.
+    """Parse a value that may be JSON text. Raises DataError for nulls inside a value that is not.
 
     A table of Parquet or Arrow gives every row all keys that occur in any row, and null where a row had none.
     """

@@ -1,7 +1,7 @@
 """Compare policies by their answers to the same prompts: rewards with intervals, distance, style and win rates.
 
 The unit of every interval is the prompt: several answers to one prompt are averaged first. Percentages are fractions,
-lengths are in tokens, and KL and entropy are in nats. In an episode, only the tokens that the policy sampled count.
+lengths are in tokens, KL and entropy in nats. In an episode, only the tokens that the policy sampled count.
 """
 
 import math
@@ -54,7 +54,7 @@ class Answers:
         return self.gold or self.scores
 
     def by_prompt(self, values: Sequence[float]) -> dict[str, list[float]]:
-        """Return prompt ID -> values of its answers, with prompts in the order of first appearance."""
+        """Group values by prompt ID, with prompts in the order of first appearance."""
         grouped: dict[str, list[float]] = {}
         for generation, value in zip(self.generations, values, strict=True):
             grouped.setdefault(generation.prompt.id, []).append(value)
@@ -62,7 +62,7 @@ class Answers:
 
 
 def by_source(answers: Answers) -> dict[str, Answers]:
-    """Return the answers to the prompts of each source, by source; {} if there is only one."""
+    """Split the answers by the source of their prompts; {} if all have the same source."""
     sources = [generation.prompt.source for generation in answers.generations]
 
     def of(source: str, values: tuple[T, ...]) -> tuple[T, ...]:
@@ -82,8 +82,11 @@ def by_source(answers: Answers) -> dict[str, Answers]:
 
 
 def summary(answers: Answers, *, level: float) -> dict[str, Any]:
-    """Return the JSON-compatible row of one policy. Means are {mean, low, high, prompts}, without the ends where one prompt
-    gives none (`Interval.plain`); missing measures are left out."""
+    """Summarize one policy as a JSON-compatible row.
+
+    Means are {mean, low, high, prompts}, without the ends if one prompt gives none (`Interval.plain`). Missing measures
+    are left out.
+    """
     completions = [generation.completion for generation in answers.generations]
     tokens = [_sampled(completion, completion.token_ids) for completion in completions]
     lengths = [len(ids) for ids in tokens]
@@ -117,14 +120,14 @@ def summary(answers: Answers, *, level: float) -> dict[str, Any]:
 
 
 def _sampled(completion: Completion, values: Sequence[T]) -> list[T]:
-    """Return the `values` (one per token) of the tokens that the policy sampled."""
+    """Select the `values` (one per token) of the tokens that the policy sampled."""
     return [value for value, sampled in zip(values, completion.action_mask, strict=True) if sampled]
 
 
 def best_of(answers: Answers, n: int, *, kl_bound: float) -> Answers:
-    """Return, per prompt, the answer with the highest reward model score among its first `n` answers.
+    """Choose, per prompt, the answer with the highest reward model score among its first `n` answers.
 
-    Raises ConfigError if there are no scores, or a prompt has fewer than `n` answers.
+    Raises ConfigError without scores, or if a prompt has fewer than `n` answers.
     """
     key = f"evaluate.best_of.{answers.name}"
     if not answers.scores:
@@ -150,18 +153,18 @@ def best_of(answers: Answers, n: int, *, kl_bound: float) -> Answers:
 
 
 def win_rate(ours: Answers, theirs: Answers, *, level: float) -> dict[str, Any]:
-    """Return how often our answer is better, over all pairs of answers to shared prompts. A tie counts half."""
+    """Count how often our answer is better, over all pairs of answers to shared prompts. A tie counts half."""
     return _paired(ours, theirs, _wins, bounds=SHARE, level=level)
 
 
 def improvement(ours: Answers, theirs: Answers, *, level: float) -> dict[str, Any]:
-    """Return the mean difference of the rewards on shared prompts, which is more precise than comparing two means."""
+    """The mean difference of the rewards on shared prompts, which is more precise than comparing two means."""
     bounds = difference_bounds(bounds_of(ours.rewards), bounds_of(theirs.rewards))
     return _paired(ours, theirs, lambda mine, other: fmean(mine) - fmean(other), bounds=bounds, level=level)
 
 
 def challenges(ours: Answers, champion: Answers, *, level: float) -> dict[str, dict[str, Any]]:
-    """Return the mean difference to the champion on shared prompts by `gold` and `reward_model`, where both have it.
+    """The mean difference to the champion on shared prompts by `gold` and `reward_model`, if both have it.
 
     The names are `gold_over_champion` and `reward_model_over_champion`.
     """

@@ -1,13 +1,14 @@
-"""Compute confidence intervals of means over prompts, in closed form: the same values always have the same interval.
+"""Compute confidence intervals of means over prompts, in closed form.
 
-The unit is the prompt: several values of one prompt are not independent, so they are averaged and count as one. With v_c
-the mean of prompt c, p_c its share of all values, m = sum_c p_c v_c, and z and t quantiles at the level:
+The same values always have the same interval. The unit is the prompt: several values of one prompt are not independent,
+so they are averaged and count as one. With v_c the mean of prompt c, p_c its share of all values, m = sum_c p_c v_c,
+and z and t quantiles at the level:
 
 - Values between bounds a and b, such as shares: two times z^2 / 2 pseudo-prompts are added, half of them at each bound, so
   that prompts which all agree do not make an interval of no width. For single answers this is the interval of Agresti and
-  Coull ("Approximate is better than exact", 1998), for paired differences that of Bonett and Price (2012), with t for z.
-- Other means: Student's t, after the skewness is taken off by Hall's transformation ("On the removal of skewness by
-  transformation", 1992), without which the interval of few skewed rewards is too short. Where all agree, their own size
+  Coull ("Approximate is better than exact", 1998), for paired differences Bonett and Price's (2012), with t for z.
+- Other means: Student's t, after Hall's transformation removes the skewness ("On the removal of skewness by
+  transformation", 1992), without which the interval of few skewed rewards is too short. If all agree, their own size
   stands for the spread that they do not show: the interval is that of values between 0 and twice as much.
 """
 
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 from rlhf_core.errors import DataError
 from rlhf_core.types import FEWEST_PROMPTS
 
-LEVEL = 0.95  # confidence level of all intervals but those of `evaluate`, which has an option
+LEVEL = 0.95  # confidence level of all intervals except in `evaluate`, which has an option
 SHARE, DIFFERENCE_OF_SHARES = (0.0, 1.0), (-1.0, 1.0)  # bounds of values
 
 
@@ -38,7 +39,7 @@ class Interval(NamedTuple):
     prompts: int
 
     def plain(self) -> dict[str, float]:
-        """Return the fields for JSON; an interval that is not known has no ends.
+        """The fields for JSON; an unknown interval has no ends.
 
         >>> mean_interval([2.0]).plain()
         {'mean': 2.0, 'prompts': 1}
@@ -54,12 +55,12 @@ def mean_interval(
     bounds: tuple[float, float] | None = None,
     level: float = LEVEL,
 ) -> Interval:
-    """Return the mean of `values` and the interval that covers the true mean with probability `level`.
+    """The mean of `values` and the interval that covers the true mean with probability `level`.
 
-    `prompts` names the prompt of each value; without it every value has its own. `weights` are those of the values, and
-    `bounds` the smallest and largest that a value can be. Without bounds, one prompt has no interval, and so have prompts that
-    all have 0, and fewer than `FEWEST_PROMPTS` that all have another value: they do not show how far values are apart.
-    Raises DataError without values.
+    `prompts` names the prompt of each value; without it every value has its own. `weights` has one weight per value,
+    and `bounds` are the smallest and largest possible values. Without bounds, the interval is unknown for one prompt,
+    for prompts that all have 0, and for fewer than `FEWEST_PROMPTS` prompts that all have another value: they do not
+    show how far values are apart. Raises DataError without values.
 
     >>> [round(end, 2) for end in mean_interval([1.0] * 8, bounds=SHARE)]  # 8 of 8 are right
     [1.0, 0.6, 1.0, 8]
@@ -83,7 +84,7 @@ def mean_interval(
 
 
 def ends(value: Mapping[str, float]) -> tuple[float, float]:
-    """Return the ends of a mean as `Interval.plain` wrote it; the mean itself where no interval is known.
+    """The ends of a mean as `Interval.plain` wrote it; the mean itself if no interval is known.
 
     >>> ends({"mean": 2.0, "prompts": 1})
     (2.0, 2.0)
@@ -92,7 +93,7 @@ def ends(value: Mapping[str, float]) -> tuple[float, float]:
 
 
 def bounds_of(values: Sequence[float]) -> tuple[float, float] | None:
-    """Return the bounds of a share if all values are 0 or 1, else None: a reward of its own scale.
+    """The bounds of a share if all values are 0 or 1, else None: a reward on an unknown scale.
 
     >>> bounds_of([0.0, 1.0]), bounds_of([0.0, 3.5])
     ((0.0, 1.0), None)
@@ -103,19 +104,19 @@ def bounds_of(values: Sequence[float]) -> tuple[float, float] | None:
 def difference_bounds(
     ours: tuple[float, float] | None, theirs: tuple[float, float] | None
 ) -> tuple[float, float] | None:
-    """Return the bounds of the difference of two values with these bounds."""
+    """The bounds of the difference of two values with these bounds."""
     return DIFFERENCE_OF_SHARES if ours == theirs == SHARE else None
 
 
 def t_quantile(level: float, freedom: float) -> float:
-    """Return how many standard errors an interval of Student's t reaches to either side."""
+    """The number of standard errors that an interval of Student's t reaches to either side."""
     from scipy.special import stdtrit  # a part of a second, which commands without intervals need not wait
 
     return float(stdtrit(freedom, (1 + level) / 2))
 
 
 def pseudo_prompts(level: float) -> float:
-    """Return how many pseudo-prompts are added at each bound: z^2 / 2.
+    """The number of pseudo-prompts that are added at each bound: z^2 / 2.
 
     >>> round(pseudo_prompts(0.95), 2)
     1.92
@@ -129,7 +130,7 @@ def pseudo_prompts(level: float) -> float:
 def _by_prompt(
     numbers: NDArray[np.float64], prompts: Sequence[Hashable] | None, weights: Sequence[float] | None
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return each prompt's share of the weight of all values, and the mean of its values."""
+    """Each prompt's share of the weight of all values, and the mean of its values."""
     names = range(len(numbers)) if prompts is None else prompts
     place = {name: at for at, name in enumerate(dict.fromkeys(names))}
     index = np.array([place[name] for name in names])
@@ -166,12 +167,12 @@ def _unbounded(
 
 
 def _effective(shares_C: NDArray[np.float64]) -> float:
-    """Return the number of prompts if all have the same share of the values, else fewer (Kish 1965)."""
+    """The number of prompts if all have the same share of the values, else fewer (Kish 1965)."""
     return 1 / float(shares_C @ shares_C)  # n_eff = 1 / sum_c p_c^2
 
 
 def _unskewed(t: float, skewness: float, count: int) -> float:
-    """Return Hall's inverse of t + s t^2 / (3 sqrt n) + s^2 t^3 / (27 n) + s / (6 sqrt n), for skewness s of n values."""
+    """Hall's inverse of t + s t^2 / (3 sqrt n) + s^2 t^3 / (27 n) + s / (6 sqrt n), for skewness s of n values."""
     root = math.sqrt(count)
     if abs(skewness) < 1e-6:
         return t

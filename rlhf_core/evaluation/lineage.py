@@ -25,12 +25,12 @@ class Ancestor:
     config: dict[str, Any]
 
     def plain(self) -> dict[str, Any]:
-        """Return the fields as JSON-compatible values."""
+        """The fields as JSON-compatible values."""
         return asdict(self)
 
 
 def lineage(records: Sequence[KeyRecord], digests: Iterable[str]) -> list[Ancestor]:
-    """Return the stages that led to the artifacts with `digests`, each stage once and after its parents.
+    """Find the stages that led to the artifacts with `digests`, each stage once and after its parents.
 
     An artifact that several stages made with equal content is assigned to the newest of them.
     """
@@ -53,6 +53,6 @@ def lineage(records: Sequence[KeyRecord], digests: Iterable[str]) -> list[Ancest
 
 
 def handles(handle: ArtifactRef) -> list[ArtifactRef]:
-    """Return `handle` and the handles of its folders."""
+    """List `handle` and the handles of its folders."""
     fields = [getattr(handle, name) for name in type(handle).model_fields]
     return [handle, *(field for field in fields if isinstance(field, ArtifactRef))]

@@ -1,8 +1,8 @@
 """Compute statistics of texts, tokens and scores, the distance of answers to a reference, and calibration.
 
-A reward model is calibrated by a temperature, fitted on the pairs of one half of the prompts and judged on those of the
-other. In a Bradley-Terry model P(chosen is better) = sigmoid(margin / T). T = 1 is the model as it was trained; a model that is too
-sure of itself has T > 1 (temperature scaling, Guo et al., arXiv 1706.04599).
+A reward model is calibrated by a temperature, fitted on the pairs of one half of the prompts and judged on the pairs of
+the other half. In a Bradley-Terry model P(chosen is better) = sigmoid(margin / T). T = 1 is the unchanged model; an
+overconfident model has T > 1 (temperature scaling, Guo et al., arXiv 1706.04599).
 """
 
 import math
@@ -30,7 +30,7 @@ class ReliabilityBin(NamedTuple):
 
 
 def distinct_n(sequences: Sequence[Sequence[Hashable]], n: int) -> float:
-    """Return distinct n-grams over all n-grams of all sequences (arXiv 1510.03055), or 0.0 if there are no n-grams.
+    """Distinct n-grams over all n-grams of all sequences (arXiv 1510.03055), or 0.0 without n-grams.
 
     >>> distinct_n([["a", "b", "a", "b"]], 2)  # ab, ba, ab
     0.6666666666666666
@@ -40,7 +40,7 @@ def distinct_n(sequences: Sequence[Sequence[Hashable]], n: int) -> float:
 
 
 def repetition(sequence: Sequence[Hashable], n: int) -> float:
-    """Return the fraction of n-grams of a sequence that occurred in it before, or 0.0 if there are no n-grams.
+    """The fraction of n-grams of a sequence that occurred in it before, or 0.0 without n-grams.
 
     >>> repetition(["a", "b", "a", "b"], 2)
     0.33333333333333337
@@ -50,13 +50,13 @@ def repetition(sequence: Sequence[Hashable], n: int) -> float:
 
 
 def entropy_estimate(logprobs: Sequence[Sequence[float]]) -> float:
-    """Return -mean log p(sampled token) over all tokens, in nats: an unbiased estimate of the entropy per token."""
+    """Estimate the entropy per token as -mean log p(sampled token) over all tokens, in nats, without bias."""
     tokens = sum(len(sequence) for sequence in logprobs)
     return -math.fsum(value for sequence in logprobs for value in sequence) / tokens if tokens else 0.0
 
 
 def best_of_n_kl(n: int) -> float:
-    """Return log n - (n - 1) / n, an upper bound of KL(best-of-n || policy) in nats (arXiv 2009.01325, 2401.01879).
+    """log n - (n - 1) / n, an upper bound of KL(best-of-n || policy) in nats (arXiv 2009.01325, 2401.01879).
 
     >>> best_of_n_kl(1)
     0.0
@@ -65,7 +65,7 @@ def best_of_n_kl(n: int) -> float:
 
 
 def correlation(xs: Sequence[float] | np.ndarray, ys: Sequence[float] | np.ndarray) -> float:
-    """Return Pearson's correlation, or 0.0 if one side does not vary."""
+    """Pearson's correlation, or 0.0 if one side does not vary."""
     x, y = np.asarray(xs, dtype=np.float64), np.asarray(ys, dtype=np.float64)
     if x.size < 2 or x.std() == 0 or y.std() == 0:
         return 0.0
@@ -73,14 +73,17 @@ def correlation(xs: Sequence[float] | np.ndarray, ys: Sequence[float] | np.ndarr
 
 
 def rank_correlation(xs: Sequence[float], ys: Sequence[float]) -> float:
-    """Return Spearman's correlation, in which ties share their mean rank."""
+    """Spearman's correlation, in which ties share their mean rank."""
     return correlation(_ranks(xs), _ranks(ys))
 
 
 def reliability(
     probabilities: Sequence[float] | np.ndarray, outcomes: Sequence[float] | np.ndarray, *, bins: int
 ) -> list[ReliabilityBin]:
-    """Return the non-empty bins of equal width over [0, 1]. Bin i is [i/bins, (i+1)/bins), and the last is closed.
+    """Sort predictions into bins of equal width over [0, 1]; empty bins are left out.
+
+    ¶ Bin i is [i/bins, (i+1)/bins), and the last is closed. `outcomes` are 1.0 for predictions that came true, 0.0 for
+    false ones, and 0.5 for undecided ones (ties).
 
     `outcomes` are 1.0 for predictions that came true, 0.0 for those that did not, and 0.5 for undecided ones (ties).
     """
@@ -95,14 +98,14 @@ def reliability(
 
 
 def calibration_error(rows: Sequence[ReliabilityBin]) -> float:
-    """Return the expected calibration error: mean of |accuracy - confidence| over bins, weighted by their counts."""
+    """Expected calibration error: mean of |accuracy - confidence| over bins, weighted by their counts."""
     total = sum(row.pairs for row in rows)
     return sum(row.pairs * abs(row.accuracy - row.confidence) for row in rows) / total if total else 0.0
 
 
 def _ranks(values: Sequence[float]) -> np.ndarray:
     _, place, counts = np.unique(np.asarray(values, dtype=np.float64), return_inverse=True, return_counts=True)
-    return (np.cumsum(counts) - (counts + 1) / 2)[place]  # the mean of the places, from 0, that equal values share
+    return (np.cumsum(counts) - (counts + 1) / 2)[place]  # ties share the mean of their ranks, counted from 0
 
 
 # ---------------------------------------------------------------- distance
@@ -116,7 +119,7 @@ def log_ratios(
     sampling: Mapping[str, SamplingConfig],
     context: StageContext,
 ) -> dict[str, tuple[float, ...]]:
-    """Return log mu(y) - log ref(y) of each answer y by policy, in nats, where mu is the sampler's distribution.
+    """log mu(y) - log ref(y) of each answer y by policy, in nats, where mu is the sampler's distribution.
 
     For an episode it is the sum over the tokens that the policy sampled. The environment's tokens are given to both.
 
@@ -162,11 +165,12 @@ SHARPEST, FLATTEST = 1e-2, 1e3
 
 
 def calibration_report(margins: Sequence[float], *, prompts: Sequence[Hashable], seed: int) -> dict[str, Any] | None:
-    """Return the fitted temperature, and the calibration error before and after it on prompts that were not fitted.
+    """Fit the temperature, and measure the calibration error before and after it on the other half of the prompts.
 
-    `margins` are the scores of chosen answers less those of rejected ones, and `prompts` names the prompt of each: pairs of
-    one prompt are alike, so they are in one half, and are resampled together. Errors have bootstrap intervals, and so has
-    their difference, `ece_change`: below 0 the temperature helps. Returns None for fewer than 2 * `FEWEST` prompts.
+    `margins` are the scores of chosen answers minus the scores of rejected ones, and `prompts` names the prompt of
+    each: pairs of one prompt are alike, so they are in one half, and are resampled together. Errors have bootstrap
+    intervals, and so has their difference, `ece_change`: below 0 the temperature helps. The result is None for fewer
+    than 2 * `FEWEST` prompts.
     """
     order = list(dict.fromkeys(prompts))
     random.Random(seed).shuffle(order)
@@ -196,7 +200,7 @@ def calibration_report(margins: Sequence[float], *, prompts: Sequence[Hashable],
 
 
 def fit_temperature(margins: Sequence[float]) -> float:
-    """Return the T that minimizes the mean of -log sigmoid(margin / T), between `SHARPEST` and `FLATTEST`.
+    """The T that minimizes the mean of -log sigmoid(margin / T), between `SHARPEST` and `FLATTEST`.
 
     >>> round(fit_temperature([2.0, 2.0, 2.0, -2.0]), 3)  # three of four are right: sigmoid(2 / T) = 3/4
     1.82
@@ -217,18 +221,18 @@ def fit_temperature(margins: Sequence[float]) -> float:
 
 
 def confidence_bins(margins: Sequence[float] | np.ndarray) -> list[ReliabilityBin]:
-    """Return bins over [0.5, 1] of sigmoid(|margin|) = P(the higher-scored answer is the chosen one). Ties count half."""
+    """Bins over [0.5, 1] of sigmoid(|margin|) = P(the higher-scored answer is the chosen one). Ties count half."""
     return reliability(*_confidence(margins), bins=BINS)
 
 
 def _confidence(margins: Sequence[float] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the probability that the higher-scored answer is the chosen one, and whether it is (ties half)."""
+    """The probability that the higher-scored answer is the chosen one, and whether it is (ties half)."""
     values = np.asarray(margins, dtype=np.float64)
     return 1 / (1 + np.exp(-np.minimum(np.abs(values), 700.0))), (np.sign(values) + 1) / 2  # exp overflows at 710
 
 
 def _resampled_ece(margins: np.ndarray, prompt: np.ndarray, counts_RC: np.ndarray) -> np.ndarray:
-    """Return the calibration error of R resamples, of which each takes the pairs of C prompts so many times.
+    """The calibration error of R resamples, each of which weights the pairs of C prompts by its counts.
 
     A bin adds |sum of outcomes - sum of confidences|, divided by the number of all pairs: the definition of
     `calibration_error`, without a loop over resamples.

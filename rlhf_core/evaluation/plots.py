@@ -27,7 +27,7 @@ Curve = list[tuple[int, float]]
 
 
 def colors(names: Iterable[str]) -> dict[str, str]:
-    """Return a color for each name, by its place.
+    """Assign a color to each name, by its place.
 
     >>> colors(["base", "sft"])
     {'base': '#2563eb', 'sft': '#d97706'}
@@ -49,7 +49,8 @@ class FrontierPoint:
 def frontier(points: Sequence[FrontierPoint], *, reward_name: str, reference: str, colors: Mapping[str, str]) -> bytes:
     """Draw reward against KL(policy || reference) with intervals. The axis is the root of KL (arXiv 2210.10760).
 
-    A policy so far away that the others would shrink to a spot, such as an untrained one, is named below instead.
+    A policy so far away that the others would shrink to a spot, such as an untrained one, is listed below the axes
+    instead.
     """
     figure, axes = _figure(6.4, 4.2)
     points, far = _without_far_ones(points)
@@ -107,7 +108,7 @@ def _write_names(figure: Any, axes: Any, points: Sequence[FrontierPoint], places
 
 
 def _clipped(error: list[list[float]]) -> list[list[float]]:
-    """Return the bars without negative rounding errors (the mean of equal values may be outside its own interval)."""
+    """Clip negative rounding errors of the bars (the mean of equal values may be outside its interval)."""
     return [[max(0.0, value) for value in side] for side in error]
 
 
@@ -173,7 +174,7 @@ def swept(series: Mapping[str, Sequence[SweptPoint]], *, option: str, y_label: s
 
 
 def _numbers(names: Sequence[str]) -> dict[str, float]:
-    """Return the value of every name if all are finite numbers, else {}."""
+    """The value of every name if all are finite numbers, else {}."""
     try:
         values = {name: float(name) for name in names}
     except ValueError:
@@ -242,7 +243,10 @@ def length_scatter(
 
 
 def read_curves(metrics_jsonl: Path) -> dict[str, Curve]:
-    """Return metric name -> (step, value) in order, from a `metrics.jsonl` file. A broken last line is left out."""
+    """Read the (step, value) pairs of each metric, in order, from a `metrics.jsonl` file.
+
+    A broken last line is left out.
+    """
     series: dict[str, Curve] = {}
     for line in metrics_jsonl.read_text(encoding="utf-8").splitlines():
         try:
@@ -256,7 +260,7 @@ def read_curves(metrics_jsonl: Path) -> dict[str, Curve]:
 
 
 def smoothed(values: Sequence[float], *, span: int) -> list[float]:
-    """Return the exponential moving average with weight 2 / (span + 1), corrected for the bias of its start.
+    """The exponential moving average with weight 2 / (span + 1), corrected for the bias of its start.
 
     >>> smoothed([1.0, 1.0, 1.0], span=5)
     [1.0, 1.0, 1.0]

@@ -61,7 +61,10 @@ def render_report(
     samples: Sequence[Sample],
     colors: Mapping[str, str],
 ) -> str:
-    """Return the HTML page. `report` is the content of report.json, `figures` are (caption, PNG), `colors` of policies."""
+    """Render the HTML page.
+
+    `report` is the content of report.json, `figures` are (caption, PNG), `colors` of policies.
+    """
     policies: dict[str, dict[str, Any]] = report["policies"]
     best = best_policy(report)
     page = Environment(autoescape=True, trim_blocks=False).from_string(TEMPLATE.read_text(encoding="utf-8"))
@@ -84,7 +87,7 @@ def render_report(
 
 
 def best_policy(report: Mapping[str, Any]) -> str:
-    """Return the policy with the highest reward. A best-of-n row is not a policy and does not count."""
+    """The policy with the highest reward. A best-of-n row is not a policy and does not count."""
     measure = report["compared_by"]
     policies = report["policies"]
     names = [name for name in report["order"] if measure in policies[name]]
@@ -120,7 +123,7 @@ def _table(
     best: str,
     colors: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Return the table of the columns for which at least one policy has a value."""
+    """Build the table of the columns for which at least one policy has a value."""
     shown = [column for column in columns if any(column.path in row for row in policies.values())]
     rows = [
         {
@@ -135,7 +138,7 @@ def _table(
 
 
 def _by_source(report: Mapping[str, Any], best: str, colors: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Return the table of what the policies are compared by, or else of lengths, by source; [] if there is one source."""
+    """Build the table of the compared measure, or else of lengths, by source; [] if all prompts have one source."""
     column = next(column for column in (*JUDGED, *STYLE) if column.path == (report["compared_by"] or "tokens"))
     rows = {
         name: {source: part[column.path] for source, part in row["sources"].items() if column.path in part}
@@ -162,7 +165,7 @@ def _cell(row: Mapping[str, Any], column: ReportColumn, policies: Mapping[str, M
 
 
 def _tone(column: ReportColumn, value: Mapping[str, Any]) -> str:
-    """Return the color class of a comparison, or "" if its interval includes equality."""
+    """The color class of a comparison, or "" if its interval includes equality."""
     even = {"improvement": 0.0, "win_rate": 0.5}
     if column.path not in even:
         return ""

@@ -1,10 +1,11 @@
-"""Evaluate reward models: accuracy with intervals, calibration, dependence on length, probes, suites, judged steps.
+"""Evaluate reward models: accuracy, calibration, dependence on length, probes, suites, judged steps.
 
-A probe edits answers by rule and measures how much the edit changes the reward. An edit that adds nothing (filler, lists,
-praise, white space) should not raise the reward, and one that takes the answer away (a refusal, a cut) should lower it.
+A probe edits answers by rule and measures how much the edit changes the reward. An edit that adds nothing (filler,
+lists, praise, white space) should not raise the reward. An edit that removes the answer (a refusal, a cut) should lower
+it.
 
-A suite, such as RewardBench (arXiv 2403.13787), has rows of a `prompt`, a `chosen` answer, one `rejected` answer or a list
-of them, and a `subset`. A row is right if the chosen answer has a higher reward than every rejected one.
+A suite, such as RewardBench (arXiv 2403.13787), has rows of a `prompt`, a `chosen` answer, one or several `rejected`
+answers, and a `subset`. A row is right if the chosen answer has a higher reward than every rejected one.
 """
 
 import math
@@ -43,12 +44,13 @@ def reward_model_report(
     prompts: Sequence[Hashable],
     seed: int,
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Return the report (JSON-compatible) and its figures (name -> PNG). Arguments have one entry per held-out pair.
+    """Build the report (JSON-compatible) and its figures (name -> PNG). Arguments have one entry per held-out pair.
 
     `accuracy` counts ties half; its interval counts the pairs of one prompt, which are alike, as one. `ece` is the
-    calibration error of sigmoid(|score difference|) as the probability that the answer with the higher score is the chosen
-    one. `slices` divides the pairs by source, and by which answer is longer: a model that prefers length is right only
-    where the chosen answer is longer. `calibration` is that of `calibration_report`, None for few pairs.
+    calibration error of sigmoid(|score difference|) as the probability that the answer with the higher score is the
+    chosen one. `slices` divides the pairs by source, and by which answer is longer: a model that prefers length is
+    right only where the chosen answer is longer. `calibration` is the result of `calibration_report`, None for few
+    pairs.
     """
     margins = [a - b for a, b in zip(chosen_scores, rejected_scores, strict=True)]
     gaps = [a - b for a, b in zip(chosen_lengths, rejected_lengths, strict=True)]
@@ -90,7 +92,7 @@ def reward_model_report(
 
 
 def hits_of(chosen_scores: Sequence[float], rejected_scores: Sequence[float]) -> list[float]:
-    """Return for each pair whether it is ordered right: 1, 0, or 0.5 for a tie."""
+    """For each pair, whether it is ordered right: 1, 0, or 0.5 for a tie."""
     pairs = zip(chosen_scores, rejected_scores, strict=True)
     return [1.0 if chosen > rejected else 0.5 if chosen == rejected else 0.0 for chosen, rejected in pairs]
 
@@ -98,7 +100,7 @@ def hits_of(chosen_scores: Sequence[float], rejected_scores: Sequence[float]) ->
 def accuracy_difference(
     ours: Sequence[float], theirs: Sequence[float], prompts: Sequence[Hashable]
 ) -> dict[str, float]:
-    """Return the difference of two accuracies on the same pairs, from the hits of both, with its paired interval."""
+    """The difference of two accuracies on the same pairs, from the hits of both, with its paired interval."""
     apart = [mine - other for mine, other in zip(ours, theirs, strict=True)]
     return mean_interval(apart, prompts=prompts, bounds=DIFFERENCE_OF_SHARES).plain()
 
@@ -153,7 +155,7 @@ _FORMS = re.compile(
 
 
 def sentences(text: str) -> list[str]:
-    """Return the sentences of a text, split after full stops, question and exclamation marks.
+    """Split a text into sentences, after full stops, question and exclamation marks.
 
     >>> sentences("It is. Is it? Yes")
     ['It is.', 'Is it?', 'Yes']
@@ -162,7 +164,7 @@ def sentences(text: str) -> list[str]:
 
 
 def other_forms(text: str) -> str:
-    """Return `text` with short forms written out and long forms shortened, which changes no meaning.
+    """Write short forms out and shorten long forms, which changes no meaning.
 
     >>> other_forms("It is here, don't worry.")
     "It's here, do not worry."
@@ -208,11 +210,11 @@ NOT_APPLICABLE = {"position": _WHY}
 def probe_report(
     *, rewards: Sequence[float], changes: Mapping[str, Sequence[tuple[Hashable, float]]], spread: float
 ) -> dict[str, Any]:
-    """Return for each probe the mean change of the reward with its interval over prompts, in units of `spread`.
+    """For each probe, the mean change of the reward with its interval over prompts, in units of `spread`.
 
-    `rewards` are those of the answers as they are; `changes` has one list per probe, of the prompts and the edited answers'
-    rewards less those of the same answers as they are. `raised` is the share of answers whose reward an edit raises, and
-    `moved` the mean of the changes without their signs, which should be small for `invariance`.
+    `rewards` are the rewards of the unedited answers. `changes` has one list per probe, of the prompts and the edited
+    answers' rewards minus the rewards of the same answers unedited. `raised` is the share of answers whose reward an
+    edit raises, and `moved` the mean of the changes without their signs, which should be small for `invariance`.
     """
     unit = spread or 1.0  # rewards that are all equal have no spread
     report: dict[str, Any] = {"answers": len(rewards), "spread": spread}
@@ -250,7 +252,10 @@ class SuiteRow:
 
 
 def read_suite(name: str, suite: Suite) -> list[SuiteRow]:
-    """Return the rows of a suite. Raises DataError for the first malformed one: a suite is compared only whole."""
+    """Read the rows of a suite.
+
+    Raises DataError for the first malformed row, because suites are only compared whole.
+    """
     source = Source.model_validate(
         {"name": name, "path": suite.path, "file_type": suite.file_type, "use": {"preferences": 1.0}}
     )
@@ -276,10 +281,10 @@ def suite_report(
     *,
     max_length: int,
 ) -> dict[str, Any]:
-    """Return the accuracy of a reward model on a suite and on each subset of it, with intervals.
+    """The accuracy of a reward model on a suite and on each subset of it, with intervals.
 
-    `macro_accuracy` is the mean over subsets, each of equal weight. `cut` counts rows with an answer that is longer than
-    `max_length` tokens, which is scored as far as it goes, as it is in use.
+    `macro_accuracy` is the mean over subsets, each of equal weight. `cut` counts rows with an answer that is longer
+    than `max_length` tokens, which is scored up to that length, as in use.
     """
     asked: list[Column[int]] = []
     cut = 0
@@ -300,7 +305,7 @@ def suite_report(
 
 
 def suite_metrics(reports: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Return the figures of suites that are metrics of a stage: of each as a whole, and of each subset."""
+    """The figures of suites that are metrics of a stage: of each suite as a whole, and of each subset."""
     metrics: dict[str, float] = {}
     for name, report in reports.items():
         metrics |= {f"suites/{name}/{key}": report[key] for key in (*FIGURES, "macro_accuracy")}
@@ -330,7 +335,7 @@ def _answers(value: Any, name: str) -> tuple[str, ...]:
 
 
 def _rendered(prompt: Turns, answer: str, chat: ChatTemplate) -> Column[int]:
-    """Return the tokens up to the end of the answer, where a sampled answer ends too."""
+    """Tokenize up to the end of the answer, where a sampled answer ends, too."""
     sample = chat.continuation(prompt, (Message("assistant", answer),), max_length=UNLIMITED)
     if sample is None:
         raise DataError(f"no tokens: the chat template leaves nothing of the answer {answer[:80]!r}")
@@ -351,12 +356,12 @@ THRESHOLD = 0.5  # A step with a probability (or label) below this is wrong
 def step_report(
     *, logits: Sequence[Sequence[float]], labels: Sequence[Sequence[float]], prompts: Sequence[Hashable]
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Return the report (JSON-compatible) and its figures (name -> PNG). Arguments have one entry per held-out answer.
+    """Build the report (JSON-compatible) and its figures (name -> PNG). Arguments have one entry per held-out answer.
 
-    `prompts` names the prompt of each answer, the unit of the intervals. `accuracy` is over steps. `first_error_accuracy`
-    is over answers: the first step judged wrong is the first wrong step, or there is neither. `f1` is the harmonic mean of
-    that accuracy over answers with an error and over those without (ProcessBench, arXiv 2412.06559). `ece` is the
-    calibration error of the steps' probabilities.
+    `prompts` names the prompt of each answer, the unit of the intervals. `accuracy` is over steps.
+    `first_error_accuracy` is over answers: the first step judged wrong is the first wrong step, or neither exists. `f1`
+    is the harmonic mean of that accuracy over answers with an error and over answers without one (ProcessBench, arXiv
+    2412.06559). `ece` is the calibration error of the steps' probabilities.
     """
     probabilities = [[_sigmoid(logit) for logit in row] for row in logits]
     answered = list(zip(probabilities, labels, strict=True))
@@ -391,7 +396,7 @@ def step_report(
 
 
 def first_error(probabilities: Sequence[float]) -> int | None:
-    """Return the first step (from 0) that is more likely wrong than right, or None if there is none.
+    """Find the first step (from 0) that is more likely wrong than right; None if all are more likely right.
 
     >>> first_error([0.9, 0.3, 0.1]), first_error([0.9])
     (1, None)

@@ -1,4 +1,4 @@
-"""Ask a server that may be slow, hang or answer without end."""
+"""Send requests to a server that may be slow, hang or respond without end."""
 
 import email.utils
 import time
@@ -10,7 +10,7 @@ import httpx
 from rlhf_core.secrets.redaction import without_secrets
 
 CONNECT_S = 5.0
-"""Seconds for connecting: a server that is there accepts at once, however busy it is."""
+"""Seconds for connecting: a running server accepts at once, even under load."""
 LARGEST_ANSWER = 64 * 2**20
 """Bytes of an answer, which is held in memory."""
 
@@ -30,8 +30,8 @@ class HttpAnswer(NamedTuple):
 def post(client: httpx.Client, url: str, body: Any, *, timeout_s: float, connect_s: float = CONNECT_S) -> HttpAnswer:
     """Send `body` as JSON; return the answer.
 
-    Raises httpx.TimeoutException if the whole answer takes longer than `timeout_s` (the timeout of httpx is for each read,
-    and there may be many), TooLarge for one without end, and httpx.HTTPError if there is none.
+    Raises httpx.TimeoutException if the whole answer takes longer than `timeout_s` (the timeout of httpx is for each
+    read, and an answer may need many), TooLarge for an endless answer, and httpx.HTTPError without an answer.
     """
     deadline, content = time.monotonic() + timeout_s, b""
     timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, connect_s))
@@ -48,7 +48,7 @@ def post(client: httpx.Client, url: str, body: Any, *, timeout_s: float, connect
 def retry_after(headers: Mapping[str, str]) -> float:
     """The seconds that a server asks to wait (RFC 9110, 10.2.3: a number of seconds or a date); 0 if it does not.
 
-    Azure and OpenAI give milliseconds in a header of their own. Some proxies write `20s`.
+    Azure and OpenAI give milliseconds in a separate header. Some proxies write `20s`.
 
     >>> retry_after({"retry-after": "20"}), retry_after({"retry-after-ms": "1500"})
     (20.0, 1.5)
@@ -67,5 +67,5 @@ def _until(date: str) -> float:
 
 
 def shown_body(content: bytes, most: int) -> str:
-    """Return the beginning of an answer for a message, without secrets: a server may repeat what it was sent."""
+    """The beginning of an answer for a message, without secrets, because a server may repeat the request."""
     return without_secrets(content.decode(errors="replace"))[:most]

@@ -1,4 +1,4 @@
-"""The one door of our HTTP servers: an ASGI middleware before all routes, mounted applications and WebSockets.
+"""The entry point of our HTTP servers: an ASGI middleware before all routes, mounted applications and WebSockets.
 
 A request enters only if
 1. `Host` names this machine, wherever the connection came over loopback. Any page in a browser can reach loopback
@@ -9,8 +9,8 @@ A request enters only if
 Paths that a server leaves open (its health, the files of its pages) need the first two alone. Programs send neither
 `Origin` nor `Sec-Fetch-Site`.
 
-Every response forbids foreign pages to frame it. If the request has a nonce, the response proves that the server knows the
-key, so a client can detect another server at the same port before it sends a secret.
+Every response forbids foreign pages to frame it. If the request has a nonce, the response proves that the server knows
+the key, so a client can detect another server at the same port before it sends a secret.
 """
 
 import hmac
@@ -35,12 +35,12 @@ Address = tuple[str, int]
 
 
 def is_own(client: Address, server: Address) -> bool:
-    """Return whether this process's user made a connection; True for all without /proc/net/tcp (macOS)."""
+    """Whether this process's user made a connection; always True without /proc/net/tcp (macOS)."""
     return not CONNECTIONS[0].exists() or user_at(client, server) == os.getuid()
 
 
 def user_at(client: Address, server: Address) -> int | None:
-    """Return the user id of the socket at `client` that is connected to `server`; None if there is none."""
+    """The user id of the socket at `client` that is connected to `server`; None if no such connection exists."""
     for path, family in zip(CONNECTIONS, (socket.AF_INET, socket.AF_INET6), strict=True):
         ends = [_peer_spelled(client, family), _peer_spelled(server, family), ESTABLISHED]
         for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
@@ -51,7 +51,7 @@ def user_at(client: Address, server: Address) -> int | None:
 
 
 def _peer_spelled(address: Address, family: socket.AddressFamily) -> str:
-    """Return an address in the format of /proc/net/tcp, or of tcp6, which has IPv4 mapped into IPv6; "" for any other.
+    """Format an address as in /proc/net/tcp, or in tcp6, which has IPv4 mapped into IPv6; "" for any other.
 
     >>> _peer_spelled(("127.0.0.1", 5000), socket.AF_INET)
     '0100007F:1388'
@@ -78,7 +78,7 @@ FRAMES = (
     (b"content-security-policy", b"frame-ancestors 'self'"),
     (b"x-content-type-options", b"nosniff"),
 )
-"""Headers of every response. A response with a Content-Security-Policy of its own has two, and both count."""
+"""Headers of every response. If a response sets another Content-Security-Policy, both count."""
 
 OpenTo = Callable[[Scope], bool]
 
@@ -165,12 +165,12 @@ class Door:
 
 
 def proof(key: str, nonce: str, port: int) -> str:
-    """Return the proof that a server on `port` knows `key`; it depends on the port, so it cannot be relayed."""
+    """The proof that a server on `port` knows `key`; it depends on the port, so it cannot be relayed."""
     return hmac.new(key.encode(), f"{nonce} at {port}".encode(), "sha256").hexdigest()
 
 
 def refused(hosts: list[str], origins: list[str], *, loopback: bool = True, pages: bool = True) -> str:
-    """Return why a request with these headers is refused, or "" if it is accepted.
+    """The reason why a request with these headers is refused, or "" if it is accepted.
 
     >>> refused(["127.0.0.1:4200"], []), refused(["localhost:4200"], ["http://127.0.0.1:4200"])
     ('', '')
@@ -192,7 +192,7 @@ def refused(hosts: list[str], origins: list[str], *, loopback: bool = True, page
 
 
 def refused_fetch(site: list[str], mode: list[str], dest: list[str], *, pages: bool) -> str:
-    """Return why a browser's headers of a request without `Origin` are refused, or "".
+    """The reason why a browser's headers of a request without `Origin` are refused, or "".
 
     Foreign pages may link to ours, but not embed them or load anything from them.
 
@@ -207,7 +207,7 @@ def refused_fetch(site: list[str], mode: list[str], dest: list[str], *, pages: b
 
 
 def _spelled(authorization: str) -> bytes:
-    """Return a value of the header with its scheme in lower case: `bearer` is `Bearer` (RFC 9110, 11.1)."""
+    """Write the scheme of a header value in lower case: `bearer` equals `Bearer` (RFC 9110, 11.1)."""
     scheme, _, credentials = authorization.partition(" ")
     return f"{scheme.lower()} {credentials.strip()}".encode()
 
@@ -218,7 +218,7 @@ def _values(scope: Scope, name: str) -> list[str]:
 
 
 def _is_loopback(address: tuple[str, int | None] | None) -> bool:
-    """Return whether a connection was made to a loopback address; True for a socket file."""
+    """Whether a connection was made to a loopback address; True for a socket file."""
     try:
         found = ipaddress.ip_address(address[0]) if address else None
     except ValueError:
@@ -228,7 +228,7 @@ def _is_loopback(address: tuple[str, int | None] | None) -> bool:
 
 
 def _place(address: str) -> int | None:
-    """Return the port of an address on this machine; None for any other address."""
+    """The port of an address on this machine; None for any other address."""
     try:
         parts = urlsplit(address)
         port = parts.port

@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def pause_before(retry: int, *, first_s: float, longest_s: float) -> float:
-    """Return the seconds to wait before a retry; the first has number 1.
+    """The seconds to wait before a retry; the first has number 1.
 
     >>> [pause_before(retry, first_s=0.25, longest_s=8.0) for retry in (1, 2, 3, 9)]
     [0.25, 0.5, 1.0, 8.0]
@@ -30,7 +30,7 @@ def retried(
     pause: Callable[[float], Any] = time.sleep,
     least: Callable[[Exception], float] = lambda error: 0.0,
 ) -> T:
-    """Return `call()`, repeated up to `retries` times while it raises an error that `again` accepts.
+    """Call `call`, repeated up to `retries` times while it raises an error that `again` accepts.
 
     `least` is the shortest pause after an error, in seconds, if the server asks for one. Raises the last error.
     """

@@ -53,7 +53,7 @@ class LimitedProtocol(H11Protocol):
 
 
 def limited(app: Any, **settings: Any) -> uvicorn.Config:
-    """Return uvicorn's configuration of a server with these limits.
+    """Uvicorn's configuration of a server with these limits.
 
     Proxy headers that name the client are ignored, because without a proxy any client could send them.
     """
@@ -96,7 +96,7 @@ class BodyLimits:
 
 
 async def read_body(request: Request, limits: BodyLimits) -> bytes:
-    """Return the body. Raises BodyRefused as soon as it exceeds `limits`."""
+    """Read the body. Raises BodyRefused as soon as it exceeds `limits`."""
     body = bytearray()
     try:
         async with asyncio.timeout(limits.timeout_s):
@@ -110,7 +110,7 @@ async def read_body(request: Request, limits: BodyLimits) -> bytes:
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """A socket that listens at an address of this machine; of one with several, at that of IPv4."""
+    """Open a socket that listens at an address of this machine; for a host with several addresses, at the IPv4 one."""
     try:
         family = min(found[0] for found in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))
         return socket.create_server((host, port), family=family)

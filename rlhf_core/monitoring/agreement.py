@@ -1,4 +1,4 @@
-"""Monitors of two computations of the same number, which have to agree: sampler and trainer, k1 and k3."""
+"""Monitors of pairs of figures that must agree: the probabilities of sampler and trainer, k1 and k3."""
 
 import math
 from typing import Literal
@@ -11,8 +11,8 @@ from rlhf_core.monitoring.bands import LAST, History, MonitorConfig, Points, Rel
 class LogprobMismatch(Relative):
     """The sampler's probabilities are not the trainer's: stale weights, another temperature, another template.
 
-    q = pi_old / mu of each sampled token. Beside fixed bounds there is one for growth: engines differ by rounding from
-    the first step on, and by the same amount; weights that are not sent any more are further away at every step.
+    q = pi_old / mu of each sampled token. Besides fixed bounds, growth has a bound: engines differ by rounding from the
+    first step on, and by the same amount, while weights that are no longer sent are further away at every step.
     """
 
     type: Literal["mismatch"] = "mismatch"
@@ -28,12 +28,12 @@ class LogprobMismatch(Relative):
     """Value of exp |log q| - 1 up to which no growth counts."""
 
     def reads(self) -> tuple[str, ...]:
-        """Return the metrics that have a bound."""
+        """The metrics that have a bound."""
         names = [name for name, low, high in self._bounds() if (low, high) != (None, None)]
         return tuple(dict.fromkeys([*names, *([_EXP] if self.growth is not None else [])]))
 
     def check(self, history: History, *, looks: int) -> str:
-        """Return the first figure that leaves its bound."""
+        """The first figure that leaves its bound."""
         for name, low, high in self._bounds():
             last = history.last(name, 1) if (low, high) != (None, None) else []
             found = crossed_bound(last[-1][1], low, high) if last else ""
@@ -63,7 +63,7 @@ _EXP = "mismatch/exp_abs_log_q"
 
 
 class KLEstimate(MonitorConfig):
-    """The mean of k1 and that of k3 estimate the same divergence; one of them is wrong if they disagree.
+    """The means of k1 and k3 estimate the same divergence; one of them is wrong if they disagree.
 
     They disagree if they are far apart at one step; if they differ by more than chance over the last steps, where the
     differences are divided by sqrt(k3), to which the spread of k1 is proportional near the reference, and their mean is
@@ -73,7 +73,7 @@ class KLEstimate(MonitorConfig):
 
     type: Literal["kl_estimate"] = "kl_estimate"
     tolerance: float = Field(0.05, gt=0)
-    """Bound of the difference of both, in nats per token, beyond that of `relative`."""
+    """Bound of the difference of both, in nats per token, in addition to the bound from `relative`."""
     relative: float = Field(0.5, ge=0)
     """Share of k3 by which they may differ besides."""
     window: int = Field(10, ge=4, le=LAST)
@@ -82,11 +82,11 @@ class KLEstimate(MonitorConfig):
     """Probability that one test has a false alarm; 0 tests nothing."""
 
     def reads(self) -> tuple[str, ...]:
-        """Return both estimates."""
+        """Both estimates."""
         return ("kl/per_token", "kl/k3")
 
     def check(self, history: History, *, looks: int) -> str:
-        """Return by how much the estimates differ."""
+        """The difference of the estimates, if it is too large."""
         k1, k3 = (history.last(name, self.window) for name in self.reads())
         if not k1 or not k3:
             return ""
@@ -97,7 +97,7 @@ class KLEstimate(MonitorConfig):
         return self._tested(k1, k3)
 
     def _tested(self, k1: Points, k3: Points) -> str:
-        """Return the agreement over all steps; steps whose policy is still the reference are ignored."""
+        """Test the agreement over all steps; steps whose policy is still the reference are ignored."""
         pairs = [(one, three) for (_, one), (_, three) in zip(k1, k3, strict=False) if three > 1e-12]
         if len(pairs) < self.window or not self.level:
             return ""

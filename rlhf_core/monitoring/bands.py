@@ -1,11 +1,11 @@
-"""Monitors that hold a metric in a band: of any metric, and with the metric and the bounds of a known fault.
+"""Monitors that keep a metric in a band: any metric, or the metric of a known fault with its bounds.
 
 Each known fault has a preset or a class with its metric and bounds, so that a profile names it and nothing else:
 
     [[ppo.monitors]]
     type = "skipped"
 
-The monitor of over-optimization: the reward that is trained on rises while what it stands for falls.
+The monitor of over-optimization: the training reward rises while the quality that it stands for falls.
 
 Gao, Schulman, Hilton, "Scaling Laws for Reward Model Overoptimization", arXiv 2210.10760: against sqrt(KL) the proxy
 keeps rising where the gold reward has a maximum.
@@ -48,7 +48,7 @@ class History:
         self._samples: defaultdict[str, Samples] = defaultdict(list)
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add the metrics of a step; those that no monitor reads, or that the step does not have, are left out."""
+        """Add the metrics of a step; metrics that no monitor reads, or that the step does not have, are left out."""
         for name, points in self._points.items():
             if name in metrics:
                 points.append((step, float(metrics[name])))
@@ -61,19 +61,19 @@ class History:
             del self._samples[name][:-EVALUATIONS]
 
     def first(self, name: str, count: int) -> Points:
-        """Return the first `count` values of a metric, or fewer."""
+        """The first `count` values of a metric, or fewer."""
         return self._points[name][: min(count, FIRST)]
 
     def last(self, name: str, count: int) -> Points:
-        """Return the last `count` values of a metric, or fewer."""
+        """The last `count` values of a metric, or fewer."""
         return self._points[name][-count:]
 
     def samples(self, name: str, count: int) -> Samples:
-        """Return the scores of each held-out prompt at the last `count` evaluations, or fewer."""
+        """The scores of each held-out prompt at the last `count` evaluations, or fewer."""
         return self._samples[name][-count:]
 
     def missing(self) -> list[str]:
-        """Return the metrics that no step had so far."""
+        """The metrics that no step had so far."""
         return [name for name, points in self._points.items() if not points]
 
     def forget_after(self, step: int) -> None:
@@ -84,7 +84,7 @@ class History:
             samples[:] = [sample for sample in samples if sample[0] <= step]
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint (JSON)."""
+        """The state for a checkpoint (JSON)."""
         return {"points": self._points, "samples": dict(self._samples)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -108,9 +108,9 @@ class MonitorConfig(Config):
     name: str = Field("", pattern=r"^[\w\-. ]*$")
     """Name of the monitor in messages and metrics; its type if empty."""
     action: Action = "warn"
-    """Action: `warn` only logs, `pause` waits until a person decides whether the stage goes on, `stop` ends it with
-    its best checkpoint without alarms, `rollback` returns to that checkpoint and goes on more carefully. All but `warn`
-    need `[ppo.evaluate]`, which finds it."""
+    """Action: `warn` only logs, `pause` waits until a person decides whether the stage continues, `stop` ends it with
+    its best checkpoint without alarms, `rollback` returns to that checkpoint and continues more carefully. All but
+    `warn` need `[ppo.evaluate]`, which finds it."""
     for_steps: int = Field(3, ge=1, le=LAST)
     """Number of steps in a row (for `over_optimization`: of evaluations) for which the condition must hold."""
     after: int = Field(0, ge=0)
@@ -124,23 +124,23 @@ class MonitorConfig(Config):
 
     @property
     def label(self) -> str:
-        """Return the name that messages and metrics use."""
+        """The name that messages and metrics use."""
         return self.name or self.type
 
     @abstractmethod
     def reads(self) -> tuple[str, ...]:
-        """Return the names of the metrics that the monitor reads."""
+        """The names of the metrics that the monitor reads."""
 
     @abstractmethod
     def check(self, history: History, *, looks: int) -> str:
-        """Return the problem at the last step of the history, "" if there is none.
+        """The problem at the last step of the history, "" if all is well.
 
         `looks` is the number of evaluations of the run, for monitors that test a hypothesis at each of them.
         """
 
     @property
     def unit(self) -> str:
-        """Return the condition that `for_steps` counts."""
+        """The unit that `for_steps` counts."""
         return "step"
 
 
@@ -158,10 +158,10 @@ class Relative(Windowed):
     """Number of first steps whose mean is the reference."""
 
     def ratio(self, history: History, name: str) -> float | None:
-        """Return the mean over the window by that over the first steps; None before the window is past these.
+        """The mean over the window divided by the mean over the first steps; None before the window is past these.
 
-        From a reference below 0 it is 1 plus the change by its size, so that larger values have larger ratios, too. None
-        for a reference that is 0 or not finite.
+        From a reference below 0 it is 1 plus the change by its size, so that larger values have larger ratios, too.
+        None for a reference that is 0 or not finite.
         """
         found = self.means(history, name)
         if found is None:
@@ -173,7 +173,7 @@ class Relative(Windowed):
         return ratio if reference > 0 else 2 - ratio  # 1 + (last - reference) / |reference|
 
     def means(self, history: History, name: str) -> tuple[float, float] | None:
-        """Return the means over the first steps and over the window; None before the window is past these."""
+        """The means over the first steps and over the window; None before the window is past the first steps."""
         first, last = history.first(name, self.reference_steps), history.last(name, self.window)
         if len(first) < self.reference_steps or len(last) < self.window or last[0][0] <= first[-1][0]:
             return None
@@ -181,12 +181,12 @@ class Relative(Windowed):
 
 
 def mean(points: list[tuple[int, float]]) -> float:
-    """Return the mean of the values of points (step, value)."""
+    """The mean of the values of points (step, value)."""
     return sum(value for _, value in points) / len(points)
 
 
 def crossed_bound(value: float, low: float | None, high: float | None) -> str:
-    """Return how `value` leaves [low, high], "" if it does not. A value that is not a number is outside.
+    """Describe how `value` leaves [low, high], "" if it does not. A value that is not a number is outside.
 
     >>> crossed_bound(3.14159, 6.0, None), crossed_bound(7.0, 6.0, None)
     ('3.14 < 6', '')
@@ -212,7 +212,7 @@ class Bounded(Windowed):
     """Upper bound of the mean over the window."""
 
     def reads(self) -> tuple[str, ...]:
-        """Return the metric."""
+        """The metric."""
         return (self.metric,)
 
     @field_validator("metric")
@@ -249,7 +249,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 
 class Band(Bounded):
-    """A band around any metric, or around that of a known fault."""
+    """A band around any metric, or around the metric of a known fault."""
 
     type: Literal["band", "zero_variance", "invalid", "skipped", "explained_variance", "end_token"] = "band"
     """`band`, or a known fault, whose metric, bounds and window are the defaults."""
@@ -260,7 +260,7 @@ class Band(Bounded):
         return {**PRESETS.get(given.get("type", "band"), {}), **given} if isinstance(given, dict) else given
 
     def check(self, history: History, *, looks: int) -> str:
-        """Return how the mean over the window leaves the band; nothing before the window is full."""
+        """Describe how the mean over the window leaves the band; "" before the window is full."""
         last = history.last(self.metric, self.window)
         found = crossed_bound(mean(last), self.low, self.high) if len(last) == self.window else ""
         return f"{self.metric} {found}" if found else ""
@@ -278,7 +278,7 @@ class Drift(Bounded, Relative):
     """Upper bound of the mean over the window, as a multiple of the mean over the first steps."""
 
     def check(self, history: History, *, looks: int) -> str:
-        """Return how the ratio leaves the band."""
+        """Describe how the ratio leaves the band."""
         ratio = self.ratio(history, self.metric)
         found = crossed_bound(ratio, self.low, self.high) if ratio is not None else ""
         return f"{self.metric}: ratio to the first {self.reference_steps} steps {found}" if found else ""
@@ -289,18 +289,18 @@ class Collapse(Relative):
 
     type: Literal["collapse"] = "collapse"
     length: float = Field(0.5, gt=0, lt=1)
-    """Bound of the mean length, as a share of that over the first steps."""
+    """Bound of the mean length, as a share of the mean length over the first steps."""
     diversity: float = Field(0.5, gt=0, lt=1)
-    """Bound of the share of unique answers, and of distinct pairs of tokens, as a share of that over the first steps; one
-    of both must be below it."""
+    """Bound of the share of unique answers, and of distinct pairs of tokens, relative to the first steps; one of both
+    must be below it."""
     window: int = Field(3, ge=1, le=512)
 
     def reads(self) -> tuple[str, ...]:
-        """Return length and diversity."""
+        """Length and diversity."""
         return ("rollout/length", "rollout/unique", "rollout/distinct_2")
 
     def check(self, history: History, *, looks: int) -> str:
-        """Return length and diversity if both fell below their bounds."""
+        """Describe length and diversity if both fell below their bounds."""
         ratios = [self.ratio(history, name) for name in self.reads()]
         length, unique, distinct = (1.0 if ratio is None else ratio for ratio in ratios)
         if length < self.length and min(unique, distinct) < self.diversity:
@@ -318,10 +318,10 @@ PROXY, INDEPENDENT = "eval/reward/mean", "eval/independent/mean"
 class OverOptimization(MonitorConfig):
     """The proxy rises and the independent reward falls, on the same held-out prompts, over the last evaluations.
 
-    Each prompt has a slope of its own over the evaluations. The mean of the slopes is tested against 0 with the t-test
-    of paired samples, so that neither the differences between prompts nor the path of the policy enter. With m
-    evaluations in the run, the level of each test is `level` / m (Bonferroni): a run in which the independent reward
-    never falls has an alarm with a probability of at most `level`.
+    Each prompt has a separate slope over the evaluations. The mean of the slopes is tested against 0 with the t-test of
+    paired samples, so that neither the differences between prompts nor the path of the policy enter. With m evaluations
+    in the run, the level of each test is `level` / m (Bonferroni): a run in which the independent reward never falls
+    has an alarm with a probability of at most `level`.
     """
 
     type: Literal["over_optimization"] = "over_optimization"
@@ -335,16 +335,16 @@ class OverOptimization(MonitorConfig):
     """Number of evaluations in a row for which the condition must hold."""
 
     def reads(self) -> tuple[str, ...]:
-        """Return the means of both rewards over the held-out prompts."""
+        """The means of both rewards over the held-out prompts."""
         return (PROXY, INDEPENDENT)
 
     @property
     def unit(self) -> str:
-        """Return that `for_steps` counts evaluations."""
+        """`evaluation`, because `for_steps` counts evaluations."""
         return "evaluation"
 
     def check(self, history: History, *, looks: int) -> str:
-        """Return both slopes and the p-value of the fall."""
+        """Describe both slopes and the p-value of the fall."""
         proxy, independent = (history.samples(name, self.window) for name in (PROXY, INDEPENDENT))
         if len(independent) < self.window or len(proxy) < self.window:
             return ""
@@ -367,9 +367,10 @@ class SlopeTest(NamedTuple):
 
 
 def slope_test(samples: Samples) -> SlopeTest:
-    """Return the paired test of the slope over evaluations (step, scores of the same prompts in the same order).
+    """Test the slope over evaluations (step, scores of the same prompts in the same order), paired by prompt.
 
-    Prompts with a score that is not finite at one of them are left out; with fewer than 3 others nothing is significant.
+    Prompts with a score that is not finite at some evaluation are left out; with fewer than 3 others nothing is
+    significant.
 
     >>> slope_test([(0, (1.0, 2.0, 1.5, 0.5)), (1, (0.5, 1.4, 1.1, 0.1)), (2, (0.0, 1.0, 0.6, -0.6))]).below < 0.001
     True
@@ -387,7 +388,7 @@ def slope_test(samples: Samples) -> SlopeTest:
 
 
 def mean_test(values: Sequence[float]) -> tuple[float, float]:
-    """Return the one-sided p-values of a t-test that the mean is not above, and not below, 0.
+    """The one-sided p-values of a t-test that the mean is not above, and not below, 0.
 
     The t-distribution is turned into the normal one by Wallace's formula (1959), good to 0.2 % at 5 degrees of freedom.
     """

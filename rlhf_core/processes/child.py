@@ -1,7 +1,7 @@
 """Start commands under a guard, and choose how long idle OpenMP threads wait awake.
 
-Trainer and sampler mostly use the same cores in turn, so idle threads must soon sleep. To be woken takes longer than a
-small operation, though, so they wait awake as long as it is from one operation of a step to the next.
+Trainer and sampler mostly use the same cores in turn, so idle threads must soon sleep. Waking a thread takes longer
+than a small operation, though, so they stay awake from one operation of a step to the next.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ OUR_OWN = ("PYTHONPATH", "PYTHONSAFEPATH")
 
 
 def guarded(command: Sequence[str], descriptor: int) -> list[str]:
-    """Return the command line that runs `command` until the other end of the pipe `descriptor` is closed."""
+    """The command line that runs `command` until the other end of the pipe `descriptor` is closed."""
     return [sys.executable, "-I", "-S", guard.__file__, str(descriptor), *command]
 
 
@@ -57,7 +57,10 @@ async def guarded_process(
 
 
 def take_standard_streams() -> tuple[BinaryIO, BinaryIO]:
-    """Return standard output and input as streams; from then on prints go to standard error, and the input is empty."""
+    """Take over standard output and input as streams.
+
+    Afterwards prints go to standard error, and the input is empty.
+    """
     answers, requests = os.fdopen(os.dup(1), "wb"), os.fdopen(os.dup(0), "rb")
     os.dup2(2, 1)
     empty = os.open(os.devnull, os.O_RDONLY)
@@ -73,7 +76,7 @@ SPINS = "30000"
 
 
 def idle_threads(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variables for a process; OpenMP reads them when it is loaded. The user's own choice goes first.
+    """The variables for a process; OpenMP reads them when it is loaded. The user's settings have priority.
 
     >>> idle_threads({})
     {'GOMP_SPINCOUNT': '30000'}

@@ -1,7 +1,7 @@
-"""Guard a process: it is killed with all its descendants when its starter ends, however that ends.
+"""Guard a process: it is killed with all its descendants when its starter ends, for any reason.
 
 The guard is the parent and subreaper of the process, so it also finds descendants that moved to other sessions. It is a
-process and not a thread, because user code may hold the interpreter lock forever. There are two ways to start it:
+process and not a thread, because user code may hold the interpreter lock forever. It can be started in two ways:
 
 - `start_guard()` forks a Python worker of ours, whose starter holds the other end of its standard input.
 - `python -I -S guard.py DESCRIPTOR COMMAND ...` runs any command, whose starter holds the other end of the pipe

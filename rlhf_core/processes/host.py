@@ -1,6 +1,6 @@
 """Exchange messages with a child process over its standard input and output.
 
-A thread writes and another one reads, so neither a child that answers late nor one that reads nothing stops its caller.
+One thread writes and another reads, so a child that answers late or reads nothing does not block its caller.
 """
 
 import contextlib

@@ -12,7 +12,7 @@ import psutil
 
 @lru_cache(maxsize=1)
 def here() -> tuple[str, str, str]:
-    """Return host name, boot id and process namespace: process ids are comparable only if all three agree."""
+    """Host name, boot id and process namespace: process ids are comparable only if all three agree."""
     boot_file = Path("/proc/sys/kernel/random/boot_id")
     boot_id = boot_file.read_text(encoding="utf-8").strip() if boot_file.exists() else ""
     namespace_file = Path("/proc/self/ns/pid")
@@ -22,7 +22,7 @@ def here() -> tuple[str, str, str]:
 
 @lru_cache(maxsize=1)
 def network() -> str:
-    """Return an id of this process's network: 127.0.0.1 is the same place only for processes with the same id."""
+    """An id of this process's network: 127.0.0.1 is the same place only for processes with the same id."""
     host, boot_id, _ = here()
     namespace_file = Path("/proc/self/ns/net")
     namespace = str(namespace_file.readlink()) if namespace_file.is_symlink() else ""
@@ -30,7 +30,7 @@ def network() -> str:
 
 
 def user_name() -> str:
-    """Return who runs this process, as runs and decisions name them: `RLHF_USER`, else the login name."""
+    """The user who runs this process, as runs and decisions name them: `RLHF_USER`, else the login name."""
     given = os.environ["RLHF_USER"].strip() if "RLHF_USER" in os.environ else ""
     if given:
         return given
@@ -41,7 +41,7 @@ def user_name() -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a name or an address leads only to this machine.
+    """Whether a name or an address leads only to this machine.
 
     >>> [is_loopback(host) for host in ("127.0.0.1", "::1", "192.0.2.1")]
     [True, True, False]
@@ -54,7 +54,7 @@ def is_loopback(host: str) -> bool:
 
 
 def interface_towards(host: str) -> str:
-    """Return the name of the network interface by which this machine reaches `host`, or "" if it is unknown.
+    """The network interface by which this machine reaches `host`, or "" if it is unknown.
 
     >>> interface_towards("127.0.0.1")
     'lo'
@@ -71,7 +71,7 @@ def interface_towards(host: str) -> str:
 
 
 def process_state(pid: int, started: int) -> str:
-    """Return `alive`, `stopped` or `gone` for the process with id `pid` and start time `started`."""
+    """The state of the process with id `pid` and start time `started`: `alive`, `stopped` or `gone`."""
     if not Path("/proc/self/stat").exists():
         return _process_state_by_signal(pid)
     found = process_stat(pid)
@@ -81,7 +81,7 @@ def process_state(pid: int, started: int) -> str:
 
 
 def process_stat(pid: int) -> tuple[str, int] | None:
-    """Return state letter and start time from /proc (see proc_pid_stat(5), fields 3 and 22)."""
+    """Read state letter and start time from /proc (see proc_pid_stat(5), fields 3 and 22)."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except OSError:
@@ -91,7 +91,7 @@ def process_stat(pid: int) -> tuple[str, int] | None:
 
 
 def is_running(pid: int) -> bool:
-    """Return whether any process of this machine has the id `pid`."""
+    """Whether any process of this machine has the id `pid`."""
     if Path("/proc/self/stat").exists():
         return process_stat(pid) is not None
     return _process_state_by_signal(pid) == "alive"

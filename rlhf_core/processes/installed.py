@@ -1,4 +1,4 @@
-"""Tell the files of a user from those of the interpreter and of installed packages."""
+"""Distinguish the files of a user from the files of the interpreter and of installed packages."""
 
 import sysconfig
 from functools import lru_cache

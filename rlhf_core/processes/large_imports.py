@@ -1,7 +1,7 @@
 """Keep the hundreds of thousands of objects that large libraries leave in memory out of Python's collections.
 
 Python's collector of cycles visits every object that may be part of one, while a library makes them, in each collection
-of everything, and when the process ends. Those of torch, transformers or vLLM live as long as the process.
+of everything, and when the process ends. The objects of torch, transformers or vLLM live as long as the process.
 """
 
 import atexit

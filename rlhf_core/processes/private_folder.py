@@ -1,4 +1,7 @@
-"""Create folders that only this user may enter, also in a temporary directory, where others may make the name first."""
+"""Create folders that only this user may enter, also in shared temporary directories.
+
+In a shared directory, another user may create a folder with the same name first.
+"""
 
 import contextlib
 import os
@@ -9,10 +12,10 @@ from rlhf_core.errors import ConfigError
 
 
 def private_folder(path: Path) -> Path:
-    """Create a folder in a temporary directory that only this user may enter, and return it.
+    """Create a folder in a temporary directory that only this user may enter. The result is its path.
 
-    Raises ConfigError if the name exists and is not a folder that belongs to this user, or if others may rename what
-    lies beside it, because they could redirect the writes.
+    Raises ConfigError if the name exists and is not a folder that belongs to this user, or if others may rename files
+    and folders in that directory, because they could redirect the writes.
     """
     above = path.parent.stat().st_mode
     if above & stat.S_IWOTH and not above & stat.S_ISVTX:

@@ -29,7 +29,8 @@ from rlhf_core.processes.host import PipedProcess, start_command
 from rlhf_core.processes.warm_parent import REFUSED, REQUEST_BYTES
 
 REPLY_TIMEOUT_S = 60.0
-"""For the interpreter and its imports on a busy machine. A parent that user code has stopped is replaced after this time."""
+"""Seconds for the interpreter and its imports on a busy machine. A parent that user code has stopped is replaced
+then."""
 REPLY_BYTES = 64
 COMMAND_BYTES = 4096
 """Room for the command line of a worker."""
@@ -63,7 +64,7 @@ def start_warm(
 
 
 def end_warm_parent() -> None:
-    """End the warm parent, if there is one. Its workers continue, but their exit statuses are lost."""
+    """End the warm parent, if one is running. Its workers continue, but their exit statuses are lost."""
     with _FINDING:
         for _, parent in _current:
             parent.end()
@@ -100,7 +101,10 @@ class WarmFork:
 
     @property
     def returncode(self) -> int | None:
-        """The status once the worker is reaped, else None. Without a parent nobody keeps its id, so we look."""
+        """The status once the worker is reaped, else None.
+
+        Without a parent nothing reserves its id, so it is checked.
+        """
         return self._status if self._status is not None or self._parent.is_alive() else self.poll()
 
     def poll(self) -> int | None:
@@ -174,13 +178,14 @@ def _end(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
 
 _FINDING = threading.Lock()
 _current: list[tuple[object, _Parent]] = []
-"""The warm parent with the state that it was started in, if there is one."""
+"""The warm parent, if any, with the state in which it was started."""
 
 
 def _current_parent(environment: Mapping[str, str]) -> _Parent:
     """The warm parent for the current state, started if needed. OSError if the state cannot be read or keeps changing.
 
-    It gets only variables that are read at the start, because a fork can read those of its parent in /proc/self/environ.
+    It gets only variables that are read at the start, because a fork can read its parent's variables in
+    /proc/self/environ.
     """
     read = sorted(item for item in environment.items() if item[0].startswith(READ_AT_START))
     with _FINDING:
@@ -194,7 +199,7 @@ def _current_parent(environment: Mapping[str, str]) -> _Parent:
 
 
 def _process_state() -> tuple[object, ...]:
-    """What a new process inherits from the calling thread, apart from variables and streams."""
+    """The state that a new process inherits from the calling thread, apart from variables and streams."""
     os.fstat(2)  # each worker gets it
     status = Path("/proc/thread-self/status").read_text(encoding="utf-8").splitlines()
     folder = Path.cwd()
@@ -209,7 +214,7 @@ def _process_state() -> tuple[object, ...]:
 
 
 def _forget() -> None:
-    """In a fork of this process: the parent belongs to the other one, and a thread that is gone may hold the lock."""
+    """Forget the parent in a fork of this process: it belongs to the original. A vanished thread may hold the lock."""
     global _FINDING
     _FINDING = threading.Lock()
     _current.clear()

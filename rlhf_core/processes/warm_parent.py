@@ -1,11 +1,11 @@
-"""Fork Python workers from one process that has imported their modules: the warm parent of `rlhf_core.processes.warm`.
+"""Fork Python workers from one process that has imported their modules, the warm parent.
 
-`python -P -m rlhf_core.processes.warm_parent SOCKET STARTER ROOM` ends with the process STARTER. A request on SOCKET is a
-pickle: a process id to reap, or the module, arguments, environment and descriptor numbers of a worker to fork. The reply
-is a number.
+`rlhf_core.processes.warm` starts it. `python -P -m rlhf_core.processes.warm_parent SOCKET STARTER ROOM` ends with the
+process STARTER. A request on SOCKET is a pickle: a process id to reap, or the module, arguments, environment and
+descriptor numbers of a worker to fork. The reply is a number.
 
-The parent has no threads and imports no user code. A fork continues like `python -P -m MODULE ARGUMENTS` in a new session.
-ROOM is a long argument. A fork writes its own command line into that memory, where `ps` reads it.
+The parent has no threads and imports no user code. A fork continues like `python -P -m MODULE ARGUMENTS` in a new
+session. ROOM is a long argument. A fork writes its own command line into that memory, where `ps` reads it.
 """
 
 import contextlib

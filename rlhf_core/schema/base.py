@@ -33,7 +33,7 @@ from rlhf_core.secrets.redaction import hidden
 
 
 class Operational:
-    """Marks a field that changes how a stage runs but not what it computes, except by rounding.
+    """Marks a field that changes how a stage runs but not its result, except by rounding.
 
     >>> workers: Annotated[int, OPERATIONAL] = 1                                  # doctest: +SKIP
     """
@@ -48,11 +48,11 @@ class FailureSetting(Operational):
 
 
 BESIDE = "/./"
-"""Stands between the folder of a profile and a path that is written in it."""
+"""Separator between the folder of a profile and a path that is written in it."""
 
 
 def as_written(text: str) -> str:
-    """Return a path as its profile has it, without the profile's folder; other texts as they are.
+    """A path as written in its profile, without the profile's folder; other texts stay unchanged.
 
     >>> as_written("/home/me/team/./rewards/brief.py:brief")
     'rewards/brief.py:brief'
@@ -179,7 +179,7 @@ class Config(BaseModel):
 
 
 _BUILT: set[type[Config]] = set()
-"""Tables whose validators are as a schema needs them."""
+"""Tables whose validators are ready for a schema."""
 
 
 def _subclasses(kind: type[Config]) -> Iterator[type[Config]]:
@@ -192,7 +192,7 @@ class RenamedConfig(Config):
     """A configuration with former names or spellings of keys. Dumps, and so records and keys, have the former ones."""
 
     def recorded(self, table: dict[str, Any]) -> dict[str, Any]:
-        """Return the fields of this table under the names that results were recorded with."""
+        """The fields of this table under the names with which results were recorded."""
         return {OTHER_SPELLING.get(name, name): value for name, value in table.items()}
 
     @model_serializer(mode="wrap")
@@ -211,7 +211,7 @@ FIELD_OF = {"stage": "stage", "type": "type", "in": "in_"}
 
 
 def tag_of(model: type[BaseModel]) -> tuple[str, tuple[str, ...]]:
-    """Return the key by which a table of this type is chosen, and its values; ("", ()) if it stands alone.
+    """The key by which a table of this type is chosen, and its values; ("", ()) if it stands alone.
 
     >>> from rlhf_core.algorithms.policy.clip import ClipLoss
     >>> tag_of(ClipLoss), tag_of(CustomFunction)
@@ -226,7 +226,7 @@ def tag_of(model: type[BaseModel]) -> tuple[str, tuple[str, ...]]:
 
 @lru_cache(maxsize=512)
 def _of_numbers(model: type[BaseModel]) -> dict[str, Any]:
-    """Return the annotations of the keys of a model that may hold numbers or switches, alone, in lists or in tables."""
+    """The annotations of the keys of a model that may hold numbers or switches, alone, in lists or in tables."""
     kinds = {field.alias or name: field.annotation for name, field in model.model_fields.items()}
     return {
         key: kind
@@ -236,7 +236,7 @@ def _of_numbers(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def _check_kind(key: str, value: Any, *kinds: Any) -> None:
-    """Raise ValueError for infinity, for text in place of a number or of a switch, and for one of these in place of the other.
+    """Raise ValueError for infinity, for text in place of a number or switch, and for numbers and switches swapped.
 
     pydantic would convert them: true to 1, "5" to 5, and "no" to false.
     """
@@ -259,7 +259,7 @@ def _check_kind(key: str, value: Any, *kinds: Any) -> None:
 
 
 def _number(text: str) -> str:
-    """Return a number as TOML has it.
+    """Format a number as in TOML.
 
     >>> _number("007"), _number("1.E-3"), _number("Infinity")
     ('7', '0.001', 'a finite one')
@@ -275,13 +275,13 @@ def _nested(kind: Any) -> Iterator[Any]:
 
 
 def _items(kind: Any) -> list[Any]:
-    """Return the annotations of the items of lists and of the values of tables that an annotation allows."""
+    """The annotations of the items of lists and of the values of tables that an annotation allows."""
     found = [one for one in _kinds(kind) if get_origin(one) in (tuple, list, dict)]
     return [inner for one in found for inner in get_args(one)[get_origin(one) is dict :] if inner is not ...]
 
 
 def _kinds(kind: Any) -> tuple[Any, ...]:
-    """Return the alternatives of an annotation, without their marks."""
+    """The alternatives of an annotation, without their marks."""
     if get_origin(kind) is Annotated:
         return _kinds(get_args(kind)[0])
     if get_origin(kind) in (Union, UnionType):
@@ -291,7 +291,7 @@ def _kinds(kind: Any) -> tuple[Any, ...]:
 
 @lru_cache(maxsize=512)
 def _default_tags(model: type[BaseModel]) -> dict[str, dict[str, Any]]:
-    """Return, for each field whose default is one of several types, the key and the value that choose this type."""
+    """For each field whose default is one of several types, the key and the value that choose this type."""
     defaults = {field.alias or name: field.default for name, field in model.model_fields.items()}
     tags = {key: (tag_of(type(one))[0], one) for key, one in defaults.items() if isinstance(one, Config)}
     return {key: {tag: getattr(one, FIELD_OF[tag])} for key, (tag, one) in tags.items() if tag}
@@ -299,7 +299,7 @@ def _default_tags(model: type[BaseModel]) -> dict[str, dict[str, Any]]:
 
 @lru_cache(maxsize=512)
 def _field_texts(model: type[BaseModel]) -> dict[str, str]:
-    """Return the text below each field in its class, or in the parent class that defines it."""
+    """The text below each field in its class, or in the parent class that defines it."""
     texts: dict[str, str] = {}
     for parent in reversed(model.__mro__):
         if issubclass(parent, Config) and parent.__annotations__:
@@ -322,7 +322,7 @@ def _texts_below(body: ast.stmt) -> dict[str, str]:
 
 
 def added_option(default: Any, **constraints: Any) -> Any:
-    """Return a field that was added after results were stored: at its default it is in neither the JSON nor the key.
+    """Define a field that was added after results were stored: at its default it is in neither the JSON nor the key.
 
     Results that were made before the option existed keep their keys.
 
@@ -332,7 +332,7 @@ def added_option(default: Any, **constraints: Any) -> Any:
 
 
 def by_type(value: Any) -> Any:
-    """Return the table that a bare name means: `loss = "ipo"` is read as `loss = {type = "ipo"}`.
+    """Expand a bare name to its table: `loss = "ipo"` is read as `loss = {type = "ipo"}`.
 
     >>> by_type("ipo")
     {'type': 'ipo'}
@@ -341,9 +341,9 @@ def by_type(value: Any) -> Any:
 
 
 def keyed(config: BaseModel) -> dict[str, Any]:
-    """Return the JSON-serializable fields in a stage's key, recursively.
+    """The JSON-serializable fields in a stage's key, recursively.
 
-    Those marked `OPERATIONAL` are left out, and options that were added later (`added_option`) at their defaults.
+    Fields marked `OPERATIONAL` are left out, and options that were added later (`added_option`) at their defaults.
     """
     table = {
         name: _keyed_value(value)

@@ -46,7 +46,7 @@ HOLDS_SECRETS = HoldsSecrets()
 
 
 def resolved(value: Any, key: str) -> Any:
-    """Return `value` with its references resolved. Raises ConfigError for a variable that is not set.
+    """Resolve the references in `value`. Raises ConfigError for a variable that is not set.
 
     >>> resolved({"limit": 3, "path": "$HOME"}, "arguments")
     {'limit': 3, 'path': '$HOME'}
@@ -61,9 +61,10 @@ def resolved(value: Any, key: str) -> Any:
 
 
 def bearer(key: str, variable: str) -> dict[str, str]:
-    """Return the header with the token in the environment variable, {} for "".
+    """The header with the token in the environment variable, {} for "".
 
-    Raises ConfigError if it is not set, or holds what no header can, as the carriage return of a file from Windows.
+    Raises ConfigError if the variable is not set, or holds characters that no header can have, such as the carriage
+    return of a file from Windows.
     """
     if not variable:
         return {}
@@ -75,7 +76,7 @@ def bearer(key: str, variable: str) -> dict[str, str]:
 
 
 def with_secrets(config: M, key: str) -> M:
-    """Return `config` with its references resolved, for the process that uses it. Never write the result."""
+    """Resolve the references in `config`, for the process that uses it. Never write the result."""
     return config.model_copy(
         update={
             name: resolved(getattr(config, name), f"{key}.{name}")
@@ -98,7 +99,7 @@ def check(config: BaseModel, key: str) -> None:
 
 
 def holding(kind: type[BaseModel]) -> list[str]:
-    """Return the names of the fields marked with `HOLDS_SECRETS`."""
+    """The names of the fields marked with `HOLDS_SECRETS`."""
     fields = kind.model_fields.items()
     return [name for name, field in fields if any(isinstance(mark, HoldsSecrets) for mark in field.metadata)]
 

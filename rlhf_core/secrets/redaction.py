@@ -32,7 +32,7 @@ _NO_SECRET_TOKENS = frozenset([
     "bad", "positive", "negative", "system", "assistant", "role", "tool", "space", "newline", "max", "min",
     "per", "each", "any"
 ])  # fmt: skip
-"""Words before `token` that make it a token of a text."""
+"""Words before `token` that make it a token of text."""
 _SECRET_PARAMETERS = frozenset({"key", "sig", "signature", "auth"})
 """Names that are secret only in the query of an address."""
 _SPACE = r"(?:\s+|%20|\+)"
@@ -73,7 +73,7 @@ _NAMED = re.compile(
 )
 """A name and its value: of a query, header, option or environment; in Python, in JSON, or in JSON inside a text."""
 _NO_VALUE = re.compile(r"env:|\$|%|\*|-|(?:none|null|true|false|\d|\.\.\.)$", re.IGNORECASE)
-"""Begin of a value that names, formats or hides a secret, or that means none."""
+"""Beginning of a value that names, formats or hides a secret, or that means none."""
 _DIGIT = re.compile(r"\d")
 _NUMBER = re.compile(r"[\d.,:eE+-]+")
 _LEAST_OF_TOKEN = 16
@@ -81,11 +81,11 @@ _LEAST_OF_TOKEN = 16
 _TOKEN_OF_A_TEXT = re.compile(r"\s|^<.*>$|^\[.*\]$|^$")
 
 
-# ---------------------------------------------------------------- what is one
+# ---------------------------------------------------------------- recognizing
 
 
 def is_secret_name(name: str) -> bool:
-    """Return whether a value with this name is a secret, by the last words of the name.
+    """Whether a value with this name is a secret, by the last words of the name.
 
     >>> [is_secret_name(name) for name in ("api_key", "X-Api-Key", "hf_token", "OPENAI_KEY", "dbPassword")]
     [True, True, True, True, True]
@@ -102,7 +102,7 @@ def is_secret_name(name: str) -> bool:
 
 
 def is_plain_secret(name: str, value: str) -> bool:
-    """Return whether `value` is a secret in clear, by its name or its form; a reference is not a secret.
+    """Whether `value` is a secret in clear, by its name or its form; a reference is not a secret.
 
     >>> is_plain_secret("api_key", "hunter2"), is_plain_secret("api_key", "env:JUDGE_KEY")
     (True, False)
@@ -137,7 +137,7 @@ def _is_address_with_secret(value: str) -> bool:
 
 
 def without_secrets(text: str) -> str:
-    """Return `text` without the secrets known to this process, and without anything that looks like one.
+    """Remove from `text` the secrets known to this process, and everything that looks like a secret.
 
     >>> without_secrets("postgresql://me:hunter2@db/mlflow")
     'postgresql://***@db/mlflow'
@@ -148,7 +148,7 @@ def without_secrets(text: str) -> str:
 
 
 def hidden(key: str, value: Any) -> Any:
-    """Return a plain value without its secrets, which are recognized by name, by form, or because they are known.
+    """Remove the secrets from a plain value. They are recognized by name, by form, or because they are known.
 
     >>> hidden("arguments", {"hf_token": "abc", "url": "https://me:hunter2@host", "eos_token": "</s>"})
     {'hf_token': '***', 'url': 'https://***@host', 'eos_token': '</s>'}
@@ -168,7 +168,7 @@ def hidden(key: str, value: Any) -> Any:
 
 
 def shown(url: str) -> str:
-    """Return an address as it may be printed: without user, password and query.
+    """Format an address for printing: without user, password and query.
 
     >>> shown("https://me:hunter2@prefect.example:4200/api?token=x")
     'https://***@prefect.example:4200/api'
@@ -199,10 +199,10 @@ class ErrorWithoutSecrets(Exception):
 
 
 def hide_in(error: BaseException) -> BaseException:
-    """Return the error to raise in place of `error`: itself, if no text of it or of its causes has a secret.
+    """The error to raise in place of `error`: `error` itself, if no text of it or of its causes has a secret.
 
-    Otherwise that is `error` with clean texts and without causes; if its text does not come from `args` (as in pydantic),
-    an `ErrorWithoutSecrets`. Interruptions are always returned themselves.
+    Otherwise that is `error` with clean texts and without causes; if its text does not come from `args` (as in
+    pydantic), an `ErrorWithoutSecrets`. Interruptions are always returned unchanged.
     """
     if _is_clean(error):
         return error
@@ -237,7 +237,7 @@ def _without_user(found: re.Match[str]) -> str:
 
 
 def _without_named(text: str) -> str:
-    """Return `text` without values whose names are those of secrets. A value that is kept may itself hold a name."""
+    """Remove values whose names are names of secrets from `text`. A value that is kept may itself contain a name."""
     parts, done, at = [], 0, 0
     while found := _NAMED.search(text, at):
         value = "bare" if found["quoted"] is None else "quoted"

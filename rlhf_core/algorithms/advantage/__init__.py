@@ -11,4 +11,4 @@ METHODS = methods_in(
         "gae", "reinforce++", "reinforce++-baseline", "rloo", "grpo", "dr_grpo", "opo", "remax", "maxrl", "pass@k", "flash_reinforce", "custom",
     ),
 )  # fmt: skip
-"""Every estimator in the files of this folder, in the order in which forms list them; one that is not named above comes last."""
+"""Every estimator in the files of this folder, in the order in which forms list them; unnamed types come last."""

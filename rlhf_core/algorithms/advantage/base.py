@@ -20,7 +20,7 @@ from rlhf_core.schema.base import Config
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRewards:
-    """Rewards, loss mask and values of all completions of a step [B, L]; no values where there is no value model.
+    """Rewards, loss mask and values of all completions of a step [B, L]; without a value model, there are no values.
 
     `greedy` is the reward of the greedy answer to each completion's prompt [B], for an estimator that needs it.
     """
@@ -41,7 +41,7 @@ class GroupRewards:
 
 
 class AdvantageMethod(Config):
-    """An advantage estimator: its options are its fields. A subclass with a `type` in this folder is found by it."""
+    """An advantage estimator: its options are its fields. A subclass in this folder is registered under its `type`."""
 
     if TYPE_CHECKING:
         type: str
@@ -51,26 +51,26 @@ class AdvantageMethod(Config):
     asks_greedy: ClassVar[bool] = False
     """Whether it compares with the reward of a greedy answer to each prompt, which is then sampled and scored."""
     divides_by_spread: ClassVar[bool] = False
-    """Whether it divides by a statistic of the rewards, so that no penalty may be in those that it compares."""
+    """Whether it divides by a statistic of the rewards, so that the rewards it compares must not contain a penalty."""
 
 
 class TokenAdvantage(AdvantageMethod):
     """An estimator from the rewards of tokens."""
 
     def estimate(self, tokens: TokenRewards) -> tuple[Tensor, Tensor]:
-        """Return advantages and returns [B, L], 0 outside the mask."""
+        """Compute advantages and returns [B, L], 0 outside the mask."""
         raise NotImplementedError
 
     def by_answer(self, tokens: TokenRewards) -> tuple[Tensor, Tensor]:
-        """Return what `estimate` does before it whitens over the step, if no answer's depends on another's.
+        """The part of `estimate` before it whitens over the step, if no answer's advantages depend on another answer.
 
-        Steps too large for one tensor are computed in blocks of answers by it; others are computed whole.
+        Steps too large for one tensor are computed with it in blocks of answers; others are computed whole.
         """
         raise NotImplementedError
 
     @property
     def whitens(self) -> bool:
-        """Return whether `estimate` whitens the advantages over the step."""
+        """Whether `estimate` whitens the advantages over the step."""
         return False
 
 
@@ -82,16 +82,16 @@ class GroupAdvantage(AdvantageMethod):
 
     @property
     def least_group(self) -> int:
-        """Return the smallest number of samples per prompt that it can compare."""
+        """The smallest number of samples per prompt that it can compare."""
         return 2
 
     def compare(self, groups: GroupRewards) -> Tensor:
-        """Return one advantage for each completion [P, G]."""
+        """Compute one advantage for each completion [P, G]."""
         raise NotImplementedError
 
 
 def group_centered(rewards_PG: Tensor) -> Tensor:
-    """Return r - group mean, measured from the group's first reward, so that equal rewards give exactly 0.
+    """r - group mean, measured from the group's first reward, so that equal rewards give exactly 0.
 
     Otherwise rounding noise divided by a standard deviation that is noise too would look like an advantage.
     """
@@ -101,12 +101,12 @@ def group_centered(rewards_PG: Tensor) -> Tensor:
 
 
 def zero_variance_groups(rewards_PG: Tensor) -> int:
-    """Return how many groups have equal rewards throughout: they carry no gradient."""
+    """Count the groups in which all rewards are equal: they carry no gradient."""
     return int((rewards_PG.amax(dim=1) == rewards_PG.amin(dim=1)).sum())
 
 
 def group_size(rewards_PG: Tensor, estimator: str) -> int:
-    """Return G. ConfigError where there are not at least two completions of each prompt to compare."""
+    """Check that each prompt has at least two completions to compare, and return G. Raises ConfigError otherwise."""
     if rewards_PG.dim() != 2 or rewards_PG.shape[1] < 2:
         raise ConfigError(
             "group_size",

@@ -16,7 +16,7 @@ from rlhf_core.schema.base import CustomFunction, added_option
 class GRPOAdvantage(GroupAdvantage):
     """Group relative policy optimization: the standard score of a reward in its group.
 
-    Formula: (r - mean(r)) / (std(r) + eps), over the group; with std = "batch" the std is that of all rewards of the step.
+    Formula: (r - mean(r)) / (std(r) + eps), over the group; with std = "batch" the std is over all rewards of the step.
     Reference: arXiv 2402.03300, section 4.1.2; batch: arXiv 2508.08221.
 
     The standard deviation is the sample's (divisor G - 1), as in the published implementations.
@@ -125,7 +125,7 @@ class OPOAdvantage(GroupAdvantage):
 
 
 class MaxRLAdvantage(GroupAdvantage):
-    """MaxRL: the distance to the group's mean, in units of that mean; hard prompts weigh as in maximum likelihood.
+    """MaxRL: the distance to the group's mean, divided by the mean; hard prompts weigh as in maximum likelihood.
 
     Formula: (r - mean(r)) / mean(r) over the group, 0 where the mean is 0.
     Reference: arXiv 2602.02710.
@@ -156,9 +156,9 @@ class PassAtKAdvantage(GroupAdvantage):
     Formula: passed: (1 - R) / s; failed: (1 - R - C(N - 1, k - 1) / C(G - 1, k - 1)) / s; R = 1 - C(N, k) / C(G, k), s^2 = R (1 - R), N failures.
     Reference: arXiv 2508.10751.
 
-    Of the C(G, k) choices, C(N, k) have no success. All choices that hold a success earn 1; those that hold a given
-    failure earn it but for C(N - 1, k - 1) of C(G - 1, k - 1). 0 where no choice, or every one, has a success. With
-    k = 1 it is GRPO on passes, with the population's deviation.
+    Of the C(G, k) choices, C(N, k) have no success. Every choice with a success earns 1. Of the C(G - 1, k - 1) choices
+    with a given failure, all but C(N - 1, k - 1) earn it. 0 where no choice, or every one, has a success. With k = 1 it
+    is GRPO on passes, with the population's deviation.
     """
 
     type: Literal["pass@k"] = "pass@k"
@@ -171,7 +171,7 @@ class PassAtKAdvantage(GroupAdvantage):
 
     @property
     def least_group(self) -> int:
-        """Return k, or 2 where that is more."""
+        """k, but at least 2."""
         return max(2, self.k)
 
     def compare(self, groups: GroupRewards) -> Tensor:
@@ -186,9 +186,9 @@ class PassAtKAdvantage(GroupAdvantage):
 
 
 class CustomAdvantage(CustomFunction, GroupAdvantage):
-    """A user's own estimator.
+    """A user's custom estimator.
 
-    Formula: what the function of the user returns for the completions of each prompt.
+    Formula: the values that the user's function returns for the completions of each prompt.
     Reference: docs/custom.md.
     """
 
@@ -214,7 +214,7 @@ class CustomAdvantage(CustomFunction, GroupAdvantage):
 
 
 def _scores(group: int, failures: int, k: int) -> tuple[float, float]:
-    """Return the advantages of an answer that passed and of one that failed; (0, 0) where all choices earn the same."""
+    """The advantages of an answer that passed and of one that failed; (0, 0) if all choices earn the same."""
     mean = 1 - math.comb(failures, k) / math.comb(group, k)
     if mean in (0.0, 1.0):
         return 0.0, 0.0

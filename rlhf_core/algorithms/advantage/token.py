@@ -58,7 +58,7 @@ class ReinforcePPAdvantage(TokenAdvantage):
         return True
 
     def estimate(self, tokens: TokenRewards) -> tuple[Tensor, Tensor]:
-        """Return the whitened returns twice: they are advantages and returns."""
+        """The whitened returns, twice: as advantages and as returns."""
         whitened_BL = whiten(self.by_answer(tokens)[0], tokens.loss_mask)
         return whitened_BL, whitened_BL
 
@@ -93,20 +93,20 @@ class ReMaxAdvantage(TokenAdvantage):
 
 
 def discounted_returns(rewards: Tensor, loss_mask: Tensor, *, gamma: float) -> Tensor:
-    """Return G_t = r_t + gamma G_{t+1} [B, L], 0 outside the mask: the advantage over values of 0."""
+    """G_t = r_t + gamma G_{t+1} [B, L], 0 outside the mask: the advantage over values of 0."""
     rewards_BL = masked(rewards, loss_mask)
     return gae(rewards_BL, rewards_BL.new_zeros(rewards_BL.shape), loss_mask, gamma=gamma, gae_lambda=1.0)
 
 
 def gae(rewards: Tensor, values: Tensor, loss_mask: Tensor, *, gamma: float, gae_lambda: float) -> Tensor:
-    """Return generalized advantage estimates [B, L] of masked rewards and values, 0 outside the mask.
+    """Generalized advantage estimates [B, L] of masked rewards and values, 0 outside the mask.
 
-    What lies between two actions is passed over.
+    Positions between two actions are skipped.
     """
     import numpy as np  # options are read without it
 
     given = rewards, values, loss_mask != 0
-    # Steps in rows: a column of a long batch lies in as many places of memory as there are answers. In NumPy, whose
+    # Steps in rows: a column of a long batch is scattered over memory, one place per answer. In NumPy, whose
     # calls take a third of the time at these sizes.
     rewards_LB, values_LB, action_LB = (x_BL.t().contiguous().cpu().numpy() for x_BL in given)
     advantages_LB = np.zeros_like(rewards_LB)

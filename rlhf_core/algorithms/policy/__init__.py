@@ -9,4 +9,4 @@ from rlhf_core.algorithms.policy.clip import PolicyMethod
 METHODS = methods_in(
     __name__, __path__, PolicyMethod, first=("clip", "gspo", "cispo", "sapo", "gmpo", "dppo", "clip_cov", "custom")
 )
-"""Every loss in the files of this folder, in the order in which forms list them; one that is not named above comes last."""
+"""Every loss in the files of this folder, in the order in which forms list them; unnamed types come last."""

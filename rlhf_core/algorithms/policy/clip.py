@@ -45,17 +45,17 @@ class PolicyBatch:
     function: Callable[..., Tensor] | None = None
 
     def masked(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return log rho, rho = exp(log pi - log pi_old), and the advantages, each 0 (rho: 1) outside the mask."""
+        """Compute log rho, rho = exp(log pi - log pi_old), and the advantages, each 0 (rho: 1) outside the mask."""
         log_ratio_BL = masked(self.logprobs - self.old_logprobs, self.loss_mask)
         return log_ratio_BL, bounded(log_ratio_BL).exp(), masked(self.advantages, self.loss_mask)
 
     def row_mean(self, x_BL: Tensor) -> Tensor:
-        """Return the mean [B, 1] of each row of `x`, which is 0 outside the mask; 0 for a row without tokens."""
+        """The mean [B, 1] of each row of `x`, which is 0 outside the mask; 0 for a row without tokens."""
         return x_BL.sum(dim=-1, keepdim=True) / (self.loss_mask != 0).sum(dim=-1, keepdim=True).clamp(min=1)
 
 
 class PolicyMethod(Config):
-    """A policy loss: its options are its fields. A subclass with a `type` in this folder is found by it."""
+    """A policy loss: its options are its fields. A subclass in this folder is registered under its `type`."""
 
     if TYPE_CHECKING:
         type: str
@@ -64,16 +64,16 @@ class PolicyMethod(Config):
     """Whether it chooses tokens by the step as a whole, which a micro-batch does not see: `step_advantages`."""
 
     def loss(self, batch: PolicyBatch) -> LossOutput:
-        """Return the micro-batch's share of the loss and of the metrics of the step; see `policy_output`."""
+        """Compute the micro-batch's share of the loss and of the metrics of the step; see `policy_output`."""
         raise NotImplementedError
 
     def step_advantages(
         self, advantages_BL: Tensor, old_logprobs_BL: Tensor, loss_mask_BL: Tensor, *, seed: int
     ) -> Tensor:
-        """Return the advantages to train on, given those of all completions of the step and log pi_old.
+        """Choose the advantages to train on, given the advantages of all completions of the step and log pi_old.
 
-        It is called only for a loss that `chooses_tokens`. An advantage of 0 takes a token's gradient and leaves it in the
-        denominators. `seed` is the step's own.
+        It is called only for a loss that `chooses_tokens`. An advantage of 0 removes a token's gradient and leaves the
+        token in the denominators. `seed` is the seed of the step.
         """
         return advantages_BL
 
@@ -138,10 +138,10 @@ class ClipCovLoss(PolicyMethod):
     def step_advantages(
         self, advantages_BL: Tensor, old_logprobs_BL: Tensor, loss_mask_BL: Tensor, *, seed: int
     ) -> Tensor:
-        """Return the advantages with 0 for max(1, fraction N) tokens drawn uniformly of those with covariance in the bounds.
+        """Set the advantages of max(1, fraction N) tokens to 0, drawn uniformly among tokens with covariance in bounds.
 
-        All of them where there are fewer. The paper draws again for each mini-batch, with pi of that moment; here it is
-        once for a step with pi_old, the same for the first mini-batch.
+        If fewer tokens are in the bounds, all of them are set to 0. The paper draws again for each mini-batch, with pi
+        of that moment. Here tokens are drawn once for a step with pi_old, which is the same for the first mini-batch.
         """
         torch = loaded_torch()
         covariance_BL = token_covariance(advantages_BL, old_logprobs_BL, loss_mask_BL)
@@ -160,8 +160,8 @@ class GSPOLoss(PolicyMethod):
     Formula: -w min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), s = exp(mean of log rho over the row).
     Reference: arXiv 2507.18071 eq. 5 and 7.
 
-    The bounds are those of the paper (section 5.1), as is the mean over sequences. A row is clipped as a whole.
-    `approx_kl` is of the tokens, `ratio_max` of the rows.
+    The bounds are the paper's (section 5.1), as is the mean over sequences. A row is clipped as a whole. `approx_kl` is
+    of the tokens, `ratio_max` of the rows.
     """
 
     type: Literal["gspo"] = "gspo"
@@ -212,14 +212,14 @@ class GMPOLoss(PolicyMethod):
 
 
 def clipped(ratio_BL: Tensor, advantages_BL: Tensor, *, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """Return the pessimistic objective of each token, and whether the clip removed its gradient."""
+    """The pessimistic objective of each token, and whether the clip removed its gradient."""
     plain_BL, clipped_BL = ratio_BL * advantages_BL, ratio_BL.clamp(1 - low, 1 + high) * advantages_BL
     # arXiv 1707.06347 eq. 7: min(rho A, clip(rho) A)
     return plain_BL.minimum(clipped_BL), clipped_BL < plain_BL
 
 
 def token_covariance(advantages_BL: Tensor, logprobs_BL: Tensor, loss_mask_BL: Tensor) -> Tensor:
-    """Return (log pi - mean log pi) (A - mean A) of each token, 0 outside the mask: arXiv 2505.22617.
+    """(log pi - mean log pi) (A - mean A) of each token, 0 outside the mask: arXiv 2505.22617.
 
     The means are over the masked tokens of the call, which is to be the whole step.
     """
@@ -238,7 +238,7 @@ def policy_output(
     *,
     aggregation: Aggregation,
 ) -> LossOutput:
-    """Return the aggregate of -w objective, with the metrics that all policy losses share; w has no gradient.
+    """Aggregate -w objective, with the metrics that all policy losses share; w has no gradient.
 
     Metrics: `policy_loss`, `clip_fraction` (tokens whose ratio a clip replaced), `approx_kl` (k3 of old against new),
     `ratio_max`.
@@ -263,7 +263,7 @@ def policy_output(
 def aggregate(
     x_BL: Tensor, mask_BL: Tensor, *, aggregation: Aggregation, tokens: float, sequences: float, max_length: float
 ) -> Tensor:
-    """Return this micro-batch's share of the mean of `x` over masked tokens of the whole optimizer step.
+    """This micro-batch's share of the mean of `x` over masked tokens of the whole optimizer step.
 
     `token_mean`: every token weighs the same (DAPO, arXiv 2503.14476 eq. 12). `seq_mean_token_mean`: every sequence
     weighs the same (GRPO, arXiv 2402.03300 eq. 3). `constant`: sums over the constant `max_length`, so that length

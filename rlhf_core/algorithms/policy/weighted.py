@@ -1,4 +1,4 @@
-"""Policy losses that bound or fade the weight of a token by other means than PPO's clip, and a user's own."""
+"""Policy losses that bound or fade the weight of a token by other means than PPO's clip, and custom losses."""
 
 # Shape legend: B rows of a batch, L positions. Tensors are [B, L] unless noted.
 
@@ -44,8 +44,8 @@ class SAPOLoss(PolicyMethod):
     Formula: -w (4 / tau) sigmoid(tau (rho - 1)) A, tau = tau_positive where A > 0, else tau_negative.
     Reference: arXiv 2511.20347.
 
-    At rho = 1 the gradient is that of rho A, and falls off as sech^2(tau (rho - 1) / 2) on both sides of it. Nothing is
-    clipped, so `clip_fraction` is 0.
+    At rho = 1 the gradient equals the gradient of rho A, and it falls off as sech^2(tau (rho - 1) / 2) on both sides of
+    it. Nothing is clipped, so `clip_fraction` is 0.
     """
 
     type: Literal["sapo"] = "sapo"
@@ -69,13 +69,13 @@ class SAPOLoss(PolicyMethod):
 class DPPOLoss(PolicyMethod):
     """Divergence PPO: a token is dropped when the update has moved its probability too far, not its ratio.
 
-    Formula: -w M rho A, M = 0 where D > threshold and the update goes on away from pi_old, else 1; D is |pi - pi_old| or a binary KL.
+    Formula: -w M rho A, M = 0 where D > threshold and the update moves away from pi_old, else 1; D is |pi - pi_old| or a binary KL.
     Reference: arXiv 2602.04879.
 
     M is 0 for A > 0 and pi > pi_old, or A < 0 and pi < pi_old, where D is above the threshold. Above `ratio_cap` the
     token keeps its gradient with that weight, as in truncated importance sampling. The paper measures the divergence
     from the policy that sampled; here it is from pi_old, recomputed before the update, since the correction for the
-    sampler is an option of its own. With `ppo.correction.pi_old = "sampler"` they are one.
+    sampler is a separate option. With `ppo.correction.pi_old = "sampler"` they are one.
     """
 
     type: Literal["dppo"] = "dppo"
@@ -96,7 +96,7 @@ class DPPOLoss(PolicyMethod):
         rises_BL = (advantages_BL > 0) & (log_ratio_BL > 0) & (apart_BL > self.threshold_high)
         falls_BL = (advantages_BL < 0) & (log_ratio_BL < 0) & (apart_BL > self.threshold_low)
         dropped_BL = rises_BL | falls_BL
-        # exp(x - x.detach()) is 1, and its gradient that of x: the cap bounds the weight and not the gradient.
+        # exp(x - x.detach()) is 1, with the gradient of x: the cap bounds the weight and not the gradient.
         follows_BL = (log_ratio_BL - log_ratio_BL.detach()).exp()
         objective_BL = ratio_BL.detach().clamp(max=self.ratio_cap) * follows_BL * advantages_BL
         objective_BL = objective_BL.masked_fill(dropped_BL, 0.0)
@@ -104,12 +104,12 @@ class DPPOLoss(PolicyMethod):
 
 
 class CustomPolicyLoss(CustomFunction, PolicyMethod):
-    """A user's own policy loss.
+    """A user's custom policy loss.
 
-    Formula: w times what the function of the user returns for each token.
+    Formula: w times the value that the user's function returns for each token.
     Reference: docs/custom.md.
 
-    What it returns outside the mask does not count. `clip_fraction` is 0.
+    Values outside the mask do not count. `clip_fraction` is 0.
     """
 
     type: Literal["custom"] = "custom"

@@ -16,4 +16,4 @@ METHODS = methods_in(
         "simpo", "orpo", "custom",
     ),
 )  # fmt: skip
-"""Every loss in the files of this folder, in the order in which forms list them; one that is not named above comes last."""
+"""Every loss in the files of this folder, in the order in which forms list them; unnamed types come last."""

@@ -37,7 +37,10 @@ class KTOLoss(AnswerMethod):
         rows: float,
         desirable_rows: float,
     ) -> LossOutput:
-        """Return the share of these answers, `kl` being z of the whole step (`kto_kl`); see `answer_output`."""
+        """Compute the share of these answers in the loss; `kl` is z of the whole step (`kto_kl`).
+
+        See `answer_output`.
+        """
         ratio_B, desirable_B = logprobs - ref_logprobs, desirable != 0
         value_B = (self.beta * (ratio_B - kl)).where(desirable_B, self.beta * (kl - ratio_B)).sigmoid()
         good_B = desirable_B.to(ratio_B.dtype)
@@ -49,10 +52,10 @@ class KTOLoss(AnswerMethod):
 
 
 def kto_kl(logprobs_mismatched: Tensor, ref_logprobs_mismatched: Tensor) -> Tensor:
-    """Return z = max(0, mean log-ratio) of prompts with other prompts' answers, detached: arXiv 2402.01306.
+    """z = max(0, mean log-ratio) of prompts with other prompts' answers, detached: arXiv 2402.01306.
 
     Pass all rows of the optimizer step: the mean of means of unequal parts is another number, and so is a mean of
-    clamped parts. 0 where there are no rows.
+    clamped parts. 0 without rows.
     """
     ratio_B = logprobs_mismatched.detach() - ref_logprobs_mismatched.detach()
     return (ratio_B.sum() / max(len(ratio_B), 1)).clamp(min=0)
@@ -79,7 +82,7 @@ class BCOLoss(AnswerMethod):
         rows: float,
         desirable_rows: float,
     ) -> LossOutput:
-        """Return the share of these answers, `shift` being delta (`RewardShift`); see `answer_output`."""
+        """Compute the share of these answers in the loss; `shift` is delta (`RewardShift`). See `answer_output`."""
         reward_B, desirable_B = self.beta * (logprobs - ref_logprobs), desirable != 0
         loss_B = -log_sigmoid((reward_B - shift).where(desirable_B, shift - reward_B))
         return answer_output(loss_B, reward_B, desirable_B, {"shift": shift}, rows=rows, desirable_rows=desirable_rows)
@@ -98,14 +101,14 @@ class RewardShift:
 
     @property
     def delta(self) -> float:
-        """Return (mean of desirable + mean of undesirable) / 2: arXiv 2404.04656. 0 where nothing was seen."""
+        """(mean of desirable + mean of undesirable) / 2: arXiv 2404.04656. 0 before any answer was seen."""
         seen = [mean for mean in (self.desirable, self.undesirable) if mean is not None]
         return sum(seen) / len(seen) if seen else 0.0
 
     def after(self, *, desirable: list[float], undesirable: list[float], decay: float) -> RewardShift:
-        """Return the means after a step with these rewards: m = decay m + (1 - decay) (mean of the step).
+        """The means after a step with these rewards: m = decay m + (1 - decay) (mean of the step).
 
-        Rewards that are not finite are left out: one of them would stay in the mean for the rest of the run.
+        Rewards that are not finite are left out: a single one would stay in the mean for the rest of the run.
         """
         return RewardShift(_moved(self.desirable, desirable, decay), _moved(self.undesirable, undesirable, decay))
 
@@ -127,7 +130,7 @@ def answer_output(
     rows: float,
     desirable_rows: float,
 ) -> LossOutput:
-    """Return the sum of the loss over `rows`; `rows` and `desirable_rows` count the whole optimizer step.
+    """Sum the loss over `rows`; `rows` and `desirable_rows` count the whole optimizer step.
 
     Metrics: `loss`, the number in `point` under its name, `rewards/desirable` and `rewards/undesirable` (each the mean
     over its own rows, 0 where the step has none).

@@ -41,7 +41,10 @@ class PairBatch:
 
 
 class PreferenceMethod(Config):
-    """A loss on preference data: its options are its fields. A subclass with a `type` in this folder is found by it."""
+    """A loss on preference data: its options are its fields.
+
+    A subclass in this folder is registered under its `type`.
+    """
 
     if TYPE_CHECKING:
         type: str
@@ -56,17 +59,17 @@ class PreferenceMethod(Config):
 
     @property
     def sums_logprobs(self) -> bool:
-        """Whether the loss takes the summed log-probs of a pair as they are, so that tokens may be weighed in the sums."""
+        """Whether the loss takes the summed log-probs of a pair unchanged, so that tokens may be weighted in sums."""
         return True
 
     def loss(self, pairs: PairBatch) -> LossOutput:
-        """Return the micro-batch's share of the loss and of the metrics of the step; see `pair_output`."""
+        """Compute the micro-batch's share of the loss and of the metrics of the step; see `pair_output`."""
         raise NotImplementedError
 
     def rearranged(
         self, samples: Sequence[PreferenceSample], chosen: Sequence[float], rejected: Sequence[float]
     ) -> list[PreferenceSample]:
-        """Return the samples to train on in this step, given the policy's summed log-probs of both answers of all of them.
+        """Choose the samples to train on in this step, given the policy's summed log-probs of both answers of each.
 
         It is called only for a loss that `looks_ahead`.
         """
@@ -80,12 +83,12 @@ class ReferencedMethod(PreferenceMethod):
     """Strength of the pull to the reference (inverse temperature of the implicit reward)."""
 
     def rewards(self, pairs: PairBatch) -> tuple[Tensor, Tensor]:
-        """Return the implicit rewards beta a of the chosen answers and beta b of the rejected ones."""
+        """The implicit rewards beta a of the chosen answers and beta b of the rejected ones."""
         chosen_B, rejected_B = pairs.log_ratios
         return self.beta * chosen_B, self.beta * rejected_B
 
     def term(self, chosen_B: Tensor, rejected_B: Tensor) -> Tensor:
-        """Return the loss of each pair, given the `rewards` of its answers."""
+        """The loss of each pair, given the `rewards` of its answers."""
         raise NotImplementedError
 
     def loss(self, pairs: PairBatch) -> LossOutput:
@@ -102,7 +105,7 @@ class AnswerMethod(ReferencedMethod):
 
     @property
     def sums_logprobs(self) -> bool:
-        """Return False: an answer is judged on its own, and has no other one beside it."""
+        """False, since each answer is judged alone and belongs to no pair."""
         return False
 
     def loss(self, pairs: PairBatch) -> LossOutput:
@@ -116,17 +119,17 @@ class ReferenceFreeMethod(PreferenceMethod):
 
     @property
     def uses_reference(self) -> bool:
-        """Return False."""
+        """False, since the loss has no reference."""
         return False
 
     @property
     def sums_logprobs(self) -> bool:
-        """Return False: such a loss is on the mean log-probs of answers."""
+        """False, since such a loss is on the mean log-probs of answers."""
         return False
 
 
 def pair_output(loss_B: Tensor, chosen_B: Tensor, rejected_B: Tensor, pairs: PairBatch) -> LossOutput:
-    """Return the sum of the loss over the pairs of the whole optimizer step, with metrics of the rewards of both answers.
+    """Sum the loss over the pairs of the whole optimizer step, with metrics of the rewards of both answers.
 
     Metrics: `loss`, `rewards/chosen`, `rewards/rejected`, `rewards/margin`, `rewards/accuracy` (margin > 0, strictly),
     `logprobs/chosen`, `logprobs/rejected`.
@@ -146,7 +149,7 @@ def pair_output(loss_B: Tensor, chosen_B: Tensor, rejected_B: Tensor, pairs: Pai
 
 
 def length_desensitised(logprobs_tokens_BL: Tensor, mask_BL: Tensor, other_mask_BL: Tensor, *, alpha: float) -> Tensor:
-    """Return summed log-probs [B] in which tokens beyond the other answer's length count `alpha`: arXiv 2409.06411.
+    """Sum log-probs [B] so that tokens beyond the other answer's length count `alpha`: arXiv 2409.06411.
 
     `other_mask_BL` is the mask of the pair's other answer, of any width. `alpha` 1 is the plain sum of DPO, 0 drops the
     excess. Apply it to the policy's and the reference's log-probs of both answers alike.

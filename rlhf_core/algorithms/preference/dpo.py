@@ -1,4 +1,4 @@
-"""Losses on pairs of answers: DPO and its relatives, losses of each answer on its own, and those without a reference."""
+"""Losses on pairs of answers: DPO and its relatives, losses of each answer separately, reference-free losses."""
 
 # Shape legend: B pairs of a batch. Tensors are [B]; log-probs are sums over the answer.
 
@@ -113,7 +113,7 @@ class EXOLoss(ReferencedMethod):
 
     type: Literal["exo"] = "exo"
     label_smoothing: float = Field(0.001, gt=0, lt=0.5)
-    """The labels' doubt; the loss is infinite without."""
+    """Assumed share of wrong labels; with 0 the loss would be infinite."""
 
     def term(self, chosen_B: Tensor, rejected_B: Tensor) -> Tensor:
         logit_B = chosen_B - rejected_B
@@ -152,15 +152,15 @@ class DPONormLoss(ReferencedMethod):
 
     type: Literal["dpo_norm"] = "dpo_norm"
     beta: float = Field(5.0, gt=0)
-    """Strength of the pull to the reference; of the size of a length times that of `dpo`."""
+    """Strength of the pull to the reference; about the length of an answer times the `beta` of `dpo`."""
 
     @property
     def sums_logprobs(self) -> bool:
-        """Return False: the loss is on mean log-ratios."""
+        """False, since the loss is on mean log-ratios."""
         return False
 
     def rewards(self, pairs: PairBatch) -> tuple[Tensor, Tensor]:
-        """Return the mean rewards of the tokens; without tokens a log-ratio is 0, and so its mean."""
+        """The mean rewards of the tokens; without tokens a log-ratio is 0, and so is its mean."""
         chosen_B, rejected_B = super().rewards(pairs)
         return chosen_B / pairs.chosen_lengths.clamp(min=1), rejected_B / pairs.rejected_lengths.clamp(min=1)
 
@@ -191,7 +191,7 @@ class FDPOLoss(ReferencedMethod):
         return self
 
     def rewards(self, pairs: PairBatch) -> tuple[Tensor, Tensor]:
-        """Return beta f'(exp a) and beta f'(exp b)."""
+        """The rewards beta f'(exp a) and beta f'(exp b)."""
         chosen_B, rejected_B = pairs.log_ratios
         return self.beta * self.derivative(chosen_B), self.beta * self.derivative(rejected_B)
 
@@ -199,9 +199,9 @@ class FDPOLoss(ReferencedMethod):
         return -log_sigmoid(chosen_B - rejected_B)
 
     def derivative(self, log_u_B: Tensor) -> Tensor:
-        """Return f'(u) of the divergence, up to a constant, from log u = log pi - log pi_ref of an answer.
+        """f'(u) of the divergence, up to a constant, from log u = log pi - log pi_ref of an answer.
 
-        Beyond exponents of 20 an exponential goes on as its tangent: finite, and with a gradient for an answer that
+        Beyond exponents of 20 an exponential continues as its tangent: finite, and with a gradient for an answer that
         became e^20 times as unlikely.
         """
         match self.divergence:
@@ -295,14 +295,14 @@ class AOTLoss(ReferencedMethod):
 
     type: Literal["aot"] = "aot"
     paired: bool = True
-    """Compare the distribution of h with the reference's; False: that of chosen with that of rejected rewards."""
+    """Compare the distribution of h with the reference's; False: compare chosen with rejected rewards."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
 
     looks_ahead: ClassVar[bool] = True
 
     @property
     def sums_logprobs(self) -> bool:
-        """Return False: the pairs of the loss are not those of the data."""
+        """False, since the pairs of the loss are not the pairs of the data."""
         return False
 
     def term(self, chosen_B: Tensor, rejected_B: Tensor) -> Tensor:  # of pairs that `rearranged` made of the whole step
@@ -311,10 +311,11 @@ class AOTLoss(ReferencedMethod):
     def rearranged(
         self, samples: Sequence[PreferenceSample], chosen: Sequence[float], rejected: Sequence[float]
     ) -> list[PreferenceSample]:
-        """Return pairs on which DPO's loss is AOT's: equal ranks of two sorted columns stand together.
+        """Build pairs on which DPO's loss equals AOT's: equal ranks of two sorted columns are paired.
 
-        `chosen` and `rejected` are the policy's summed log-probs now. `paired` gives every sample the reference's margin
-        of the same rank as its own margin; otherwise the rejected answer whose log-ratio has the rank of the chosen one's.
+        `chosen` and `rejected` are the policy's current summed log-probs. `paired` gives every sample the reference's
+        margin of the same rank as the sample's margin; otherwise the rejected answer whose log-ratio has the same rank
+        as the chosen answer's.
         """
         if self.paired:
             margins = [c - r for c, r in zip(chosen, rejected, strict=True)]
@@ -389,9 +390,9 @@ class ORPOLoss(ReferenceFreeMethod):
 
 
 class CustomPreferenceLoss(CustomFunction, PreferenceMethod):
-    """A user's own loss on pairs.
+    """A user's custom loss on pairs.
 
-    Formula: what the function of the user returns for each pair.
+    Formula: the value that the user's function returns for each pair.
     Reference: docs/custom.md.
 
     The rewards in the metrics are the log-ratios to the reference.
@@ -399,7 +400,8 @@ class CustomPreferenceLoss(CustomFunction, PreferenceMethod):
 
     type: Literal["custom"] = "custom"
     reference: bool = True
-    """Whether it compares with a reference. False spares the reference's pass; the function is given zeros for it."""
+    """Whether it compares with a reference. False skips the reference's forward pass; the function receives zeros
+    instead."""
 
     @property
     def uses_reference(self) -> bool:
@@ -426,12 +428,12 @@ class CustomPreferenceLoss(CustomFunction, PreferenceMethod):
 
 
 def smoothed_logistic(logit_B: Tensor, *, label_smoothing: float) -> Tensor:
-    """Return -(1-e) log sigmoid(x) - e log sigmoid(-x), elementwise."""
+    """Smoothed logistic loss -(1-e) log sigmoid(x) - e log sigmoid(-x), elementwise."""
     return -(1 - label_smoothing) * log_sigmoid(logit_B) - label_smoothing * log_sigmoid(-logit_B)
 
 
 def _tangent_expm1(x_B: Tensor) -> Tensor:
-    """Return exp(x) - 1, beyond the bound its tangent there: the gradient is exp(bound), neither 0 nor infinite."""
+    """exp(x) - 1, beyond the bound its tangent there: the gradient is exp(bound), neither 0 nor infinite."""
     return x_B.clamp(max=LOG_RATIO_LIMIT).expm1() + math.exp(LOG_RATIO_LIMIT) * (x_B - LOG_RATIO_LIMIT).clamp(min=0)
 
 
@@ -442,5 +444,5 @@ def _log_odds(mean_logprob_B: Tensor) -> Tensor:
 
 
 def _order(values: Sequence[float]) -> list[int]:
-    """Return the indices of `values` from the smallest to the largest; equal ones keep their order."""
+    """The indices of `values` from the smallest to the largest; ties keep their order."""
     return sorted(range(len(values)), key=lambda index: values[index])
