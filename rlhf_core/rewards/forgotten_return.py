@@ -23,8 +23,8 @@ _INNER = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
 
 def forgotten_return(function: Callable[..., Any]) -> str:
-    """Return the place of a function that returns a value on some paths and ends without `return` on another, or whose
-    value is used and that never returns one; "" if there is none in `function` and the user's functions that it calls.
+    """Find a function that returns a value on some paths and ends without `return` on another, or that never returns
+    one although its value is used. Looks at `function` and the user's functions that it calls; "" if all are fine.
     """
     trees = [(one, tree) for one in _reached(function) for tree in [_tree(one)] if tree is not None]
     used = {name for _, tree in trees for name in _used(tree)}
@@ -108,7 +108,7 @@ def _forgets(node: Definition, used: set[str]) -> bool:
 
 
 def _own(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes of a function without those of the functions inside it."""
+    """Yield the nodes of a function without the nodes of the functions inside it."""
     waiting = list(ast.iter_child_nodes(node))
     while waiting:
         child = waiting.pop()
@@ -118,7 +118,9 @@ def _own(node: ast.AST) -> Iterator[ast.AST]:
 
 
 class _Plain(ast.NodeTransformer):
-    """Removes what keeps a function from being compiled alone, and `with`, whose body goes on where it does."""
+    """Removes the parts that keep a function from being compiled alone, and `with`, whose body continues in its
+    place.
+    """
 
     def visit_Nonlocal(self, node: ast.Nonlocal) -> ast.AST:
         return ast.Pass()
@@ -131,7 +133,7 @@ class _Plain(ast.NodeTransformer):
 
 
 def _ends_open(node: Definition) -> bool:
-    """Return whether the end of a function can be reached: there the compiler keeps a `return`."""
+    """Whether the end of a function can be reached: there the compiler keeps a `return`."""
     function = _Plain().visit(copy.deepcopy(node))
     function.decorator_list = []
     function.body.append(ast.Return(ast.Constant(_END)))

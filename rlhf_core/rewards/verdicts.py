@@ -316,7 +316,7 @@ def _check_sentences(
 
 
 def _check_fields(others: dict[str, Any], low: float, high: float, value: float) -> None:
-    """Raise ValueError if a field beside the score names another scale, another score or another order of the answers."""
+    """Raise ValueError if a field next to the score names another scale, another score or order of the answers."""
     several = math.isnan(value)
     for name, said in others.items():
         tops = re.findall(_TOP, re.sub("percent|%", "100", str(said)).replace("stars", "5"), re.IGNORECASE)
