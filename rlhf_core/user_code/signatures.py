@@ -1,7 +1,7 @@
 """The parameters of a user's function, as `inspect.signature` gives them: from its file alone, or by loading it elsewhere.
 
-A file tells those of plain functions and lambdas. All others, such as decorated functions and objects with `__call__`, are
-loaded in a process of their own before a run computes anything.
+The file is enough for plain functions and lambdas. All others, such as decorated functions and objects with `__call__`,
+are loaded in a separate process before a run computes anything.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def parameters_of(spec: str, *, key: str = "callable") -> Parameters | None:
 
 
 def loaded_parameters(spec: str, *, key: str = "callable") -> Parameters | None:
-    """Parameters of a function that is loaded in a process of its own, without GPUs. None if its file cannot be loaded there.
+    """Parameters of a function, loaded in a separate process without GPUs. None if its file cannot be loaded there.
 
     Raises ConfigError if the file has no such function.
     """
@@ -105,7 +105,7 @@ def _bare(arguments: ast.arguments) -> Callable[..., Any]:
 
 
 def main(spec: str, key: str) -> None:
-    """Write the parameters, with None for each default, or what is wrong with the name."""
+    """Write the parameters, with None for each default, or the error in the name."""
     hide_in_logs()
     answers, _ = take_standard_streams()
     try:

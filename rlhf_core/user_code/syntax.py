@@ -48,7 +48,7 @@ def parse_source(source: bytes, path: str) -> ast.Module:
 
 
 def imported_names(nodes: Iterable[ast.AST], package: str) -> set[str]:
-    """Return the name of every module that the nodes of a tree may import, and of the packages that contain them."""
+    """Names of the modules that the nodes of a tree may import, and of the packages that contain them."""
     names: set[str] = set()
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -69,7 +69,7 @@ def functions_of(tree: ast.Module) -> list[str]:
 
 
 def top_level_names(tree: ast.Module) -> set[str]:
-    """Return the names that a module binds outside of functions and classes, also inside `if` and `try`."""
+    """Names that a module binds outside of functions and classes, also inside `if` and `try`."""
     names: set[str] = set()
     waiting: list[ast.AST] = list(tree.body)
     while waiting:
