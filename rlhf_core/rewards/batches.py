@@ -118,9 +118,7 @@ def check_length(name: str, outcome: RewardOutcome, generations: Sequence[Genera
 def screened(
     name: str, outcome: RewardOutcome, generations: Sequence[Generation], *, on_failure: OnFailure
 ) -> RewardOutcome:
-    """Turn every value of `outcome` that is not a valid reward (NaN or absurdly large) into a failure; RewardError for
-    `fail`.
-    """
+    """Make every value of `outcome` that is no valid reward (NaN or absurd) a failure; RewardError for `fail`."""
     check_length(name, outcome, generations)
     bad = {i: value for i, value in enumerate(outcome.values) if value is not None and not _is_reward(value)}
     if not bad:
@@ -167,8 +165,7 @@ def merged_logs(parts: Sequence[Logs]) -> dict[str, tuple[float, int]]:
 
 
 def logged(name: str, value: Any, count: int) -> Logs:
-    """Sum and count of a logged value: a number stands for all `count` answers, a list has one each; {} for anything
-    else.
+    """Sum and count of a number, which stands for all `count` answers, or of a list; {} for other values.
 
     >>> logged("hits", [1, None, float("nan")], 3), logged("size", 2.0, 3), logged("unit", "apples", 3)
     ({'hits': (1.0, 1)}, {'size': (6.0, 3)}, {})
@@ -219,9 +216,7 @@ def _is_reward(value: float) -> bool:
 
 
 def checked(name: str, values: Sequence[float | None], generations: Sequence[Generation]) -> list[float]:
-    """Check that `values` has one finite number of plausible size per generation, and pass it on; RewardError
-    otherwise.
-    """
+    """Check that `values` has one finite, plausible number per generation; RewardError otherwise."""
     outcome = screened(name, RewardOutcome(tuple(values)), generations, on_failure="fail")
     for value, generation in zip(outcome.values, generations, strict=True):
         if value is None:

@@ -118,9 +118,7 @@ def _own(node: ast.AST) -> Iterator[ast.AST]:
 
 
 class _Plain(ast.NodeTransformer):
-    """Removes the parts that keep a function from being compiled alone, and `with`, whose body continues in its
-    place.
-    """
+    """Removes the parts that prevent compiling a function alone, and `with`, whose body continues in its place."""
 
     def visit_Nonlocal(self, node: ast.Nonlocal) -> ast.AST:
         return ast.Pass()

@@ -55,9 +55,7 @@ class GenerativeModel:
         return RewardOutcome(tuple(values), failures, {"mass": (mass, len(verdicts))} if verdicts else {})
 
     def _replies(self, question: str) -> list[TokenSample]:
-        """One sample per verdict: the question with that verdict as the reply. Only the reply's tokens are masked
-        in.
-        """
+        """One sample per verdict: the question with that verdict as the reply, whose tokens alone are masked in."""
         ask = [Message("user", question)]
         replies = [
             self.chat.continuation(ask, [Message("assistant", verdict)], max_length=UNLIMITED)

@@ -146,9 +146,7 @@ class IsolatedReward(Worker):
         raise ConfigError(f"rewards.{self.name}.function", self.function, problem, remedy)
 
     def _answer(self, timeout_s: float) -> tuple[str, Any]:
-        """Wait for the next answer of the process. If it fails to send one, it is killed and the answer describes the
-        failure.
-        """
+        """Wait for the process's next answer. If none comes, kill the process and describe its failure instead."""
         try:
             answer = self._answers.get(timeout=timeout_s)
         except queue.Empty:

@@ -85,9 +85,7 @@ class ChatEndpoint:
         self._client.close()
 
     def _said(self, messages: Sequence[Message], seed: int | None) -> tuple[str, bool]:
-        """Send one request: the reply, and whether it was cut off. httpx.HTTPError for a fault, _Answered for another
-        answer.
-        """
+        """Request a reply, and whether it was cut off; httpx.HTTPError for a fault, _Answered for another answer."""
         config = self._config
         body = {
             "model": config.model,
@@ -222,8 +220,7 @@ def joint_score(
 
 
 def ask_for(endpoint: ChatEndpoint, question: str, read: Callable[[str], T], *, corrections: int) -> T:
-    """Ask a question and parse the reply with `read`. If `read` raises ValueError, the model gets a correction and
-    tries again.
+    """Ask a question and parse the reply with `read`; if it raises ValueError, the model gets a correction.
 
     Raises ChatFailed if the server gives no reply, and the last ValueError after `corrections` of them.
     """

@@ -21,9 +21,7 @@ def exact_match(
     ignore_case: bool = True,
     **columns: Any,
 ) -> list[float | None]:
-    """Score 1.0 if the answer is the label in any spelling. None if the label is missing, only periods, a table or a
-    list of texts.
-    """
+    """Score 1.0 if the answer is the label in any spelling. None for no label, only periods, a table or a list."""
 
     def judge(text: str, label: str) -> float | None:
         expected = {normalized(one, ignore_case=ignore_case) for one in expected_texts(label)} - {""}
