@@ -1,4 +1,4 @@
-"""Compute the digests of a stage's code: of its module and of all modules of this program that it imports."""
+"""Compute the digests of a stage's code: its module and all modules of this program that it imports."""
 
 import ast
 import sys
@@ -39,7 +39,7 @@ MOST_CODE = 2000
 
 
 def module_digests(module_name: str, packages: tuple[str, ...] = OUR_PACKAGES) -> dict[str, str]:
-    """Return the digest of the syntax tree of `module_name` and of every module of `packages` it reaches, by name.
+    """Hash the syntax tree of `module_name` and of every module of `packages` that it reaches, by name.
 
     Imports inside functions count, those for type checkers alone do not, and a package that uses its own `__path__`
     imports all of its modules. Comments and the modules of `PLUMBING` do not count, nor docstrings and messages of modules
@@ -83,7 +83,7 @@ def module_digests(module_name: str, packages: tuple[str, ...] = OUR_PACKAGES) -
 def remembered_code() -> Iterator[None]:
     """Reuse the analyses of code by earlier processes of this user, and save those of this process.
 
-    Unlike the indexes of a store, this one belongs to no store: most plans are made before there is one.
+    Unlike the indexes of a store, this one belongs to no store: most plans are made before a store exists.
     """
     try:
         file = cache_folder() / CODE
