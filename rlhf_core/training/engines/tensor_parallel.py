@@ -65,9 +65,9 @@ def check_partition(module: nn.Module, size: int, world: int) -> None:
 
 
 def head_norms(module: nn.Module) -> list[nn.Parameter]:
-    """Return the whole parameters that see only a rank's own heads, in the order of the layers.
+    """Find the whole parameters that see only a rank's own heads, in the order of the layers.
 
-    Raises ConfigError if parameters other than norms over one head are beside the split layers.
+    Raises ConfigError if parameters other than norms over one head are next to the split layers.
     """
     any_module: Any = module
     config = any_module.config.get_text_config()
@@ -105,7 +105,7 @@ def sum_head_norms(module: nn.Module, group: Any) -> None:
 
 
 def partition_settings(size: int) -> dict[str, Any]:
-    """Return the DeepSpeed settings for groups of `size` consecutive ranks."""
+    """DeepSpeed settings for groups of `size` consecutive ranks."""
     specs = [
         {"patterns": [rf".*\.({'|'.join(names)})\.(weight|bias)$"], "partition_type": kind}
         for kind, names in SPLIT.items()
@@ -115,7 +115,7 @@ def partition_settings(size: int) -> dict[str, Any]:
 
 @contextmanager
 def whole_layers(module: nn.Module, tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Gather on every rank, inside this context, the parts of the layers of `module` that have one of `tensors`."""
+    """Gather on every rank, inside this context, all parts of the layers of `module` with one of `tensors`."""
     parts = []
     wanted = {id(tensor) for tensor in tensors}
     layers: list[Any] = list(module.modules())  # those of AutoTP have `gather_params`
