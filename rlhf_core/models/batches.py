@@ -124,7 +124,7 @@ def collate(samples: Sequences | Sequence[TokenSample], *, pad_id: int, pack_to:
 
 
 def unpack_rows(x_BL: Tensor, batch: TokenBatch) -> list[Tensor]:
-    """Return each sample's span of `x_BL` without padding, in the given order of the samples."""
+    """Extract each sample's span of `x_BL` without padding, in the given order of the samples."""
     return [x_BL[row, start : start + length] for row, start, length in batch.rows]
 
 
@@ -198,24 +198,24 @@ class SharedRows:
     """Whether a position (third dimension) attends to another (fourth); None if `position_ids_RL` define it."""
 
     def restore(self, hidden_RLH: Tensor, batch: TokenBatch) -> Tensor:
-        """Return the hidden states in the rows of the batch. Those of padding are meaningless."""
+        """Restore the hidden states to the rows of the batch. Values at padding are meaningless."""
         return hidden_RLH.flatten(0, 1)[self.gone_to].reshape(*batch.token_ids_BL.shape, -1)
 
 
 def keeps_apart(config: Any) -> bool:
-    """Return whether a model of this transformers configuration is known to keep the samples of a row separate."""
+    """Whether a model of this transformers configuration is known to keep the samples of a row separate."""
     types = getattr(config.get_text_config(), "layer_types", None) or ()
     return config.model_type in SEPARABLE and LAYERS.issuperset(types)
 
 
 def prefix_width(config: Any) -> int:
-    """Return the hidden size of a model in which samples may share their first tokens, and 0 of any other."""
+    """Hidden size of a model in which samples may share their first tokens, and 0 for any other."""
     shares = keeps_apart(config) and sees_whole_rows(config) and config._attn_implementation == "sdpa"
     return int(config.get_text_config().hidden_size) if shares else 0
 
 
 def sees_whole_rows(config: Any) -> bool:
-    """Return whether surely no layer has an attention window: a mask of our own would replace it.
+    """True if no layer uses sliding-window attention. Our block mask would override the window.
 
     Some architectures use `layer_types`, others `sliding_window` alone, whatever else is in the configuration.
     """
@@ -232,7 +232,7 @@ def check_packing(config: Any) -> None:
 
 
 def shared_rows(batch: TokenBatch, *, prefixes_of: int = 0) -> SharedRows | None:
-    """Return a layout of `batch` in fewer rows, or None if that is impossible or not worthwhile.
+    """Lay out `batch` in fewer rows, or None if that is impossible or not worthwhile.
 
     `prefixes_of` is the `prefix_width` of the model. Blocks are placed first-fit from the longest down, so the layout
     depends only on the tokens and their order. Use it only for a model for which `keeps_apart` is true.
@@ -256,7 +256,7 @@ def shared_rows(batch: TokenBatch, *, prefixes_of: int = 0) -> SharedRows | None
 
 
 def _first_fit_blocks(blocks: Sequence[RowBlock], length: int) -> tuple[int, dict[int, int]]:
-    """Return the number of rows that the blocks fill, and the flat place of each block by its first sample."""
+    """Place the blocks first-fit: the number of rows, and the flat place of each block by its first sample."""
     ordered = sorted(blocks, key=lambda block: -block.length)
     places = _first_fit([block.length for block in ordered], length)
     flat = {block.samples[0]: row * length + start for block, (row, start, _) in zip(ordered, places, strict=True)}

@@ -37,7 +37,7 @@ class CrossTokenizerObjective:
     weights: tuple[tuple[str, float], ...]
 
     def denominators(self, samples: Sequence[AlignedSample] | Sequence[CrossTokenizerSample]) -> dict[str, float]:
-        """Count the masked tokens, and the tokens in the groups of each teacher (at least 1)."""
+        """Count the masked tokens, and the groups of each teacher (at least 1)."""
         counts = {"tokens": count_tokens([TokenSample(sample.token_ids, sample.loss_mask) for sample in samples])}
         for number, (name, _) in enumerate(self.weights):
             counts[f"groups/{name}"] = max(1.0, float(sum(sample.teachers[number].count for sample in samples)))
