@@ -65,7 +65,7 @@ def connect_again(cores: int) -> bool:
 
 
 def until_possible(call: Callable[[], T], *, timeout_s: float) -> T:
-    """Return `call()`, repeated every RECONNECT_EVERY_S while it raises ConfigError, for at most `timeout_s`."""
+    """Call `call()`, repeated every RECONNECT_EVERY_S while it raises ConfigError, for at most `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -77,7 +77,7 @@ def until_possible(call: Callable[[], T], *, timeout_s: float) -> T:
 
 
 def servers() -> dict[str, str]:
-    """Return name -> host:port of the two Ray servers that this process talks to: the head and a raylet."""
+    """Map name -> host:port of the two Ray servers that this process talks to: the head and a raylet."""
     node = ray._private.worker.global_worker.node
     return {"the Ray head": node.gcs_address, "the raylet": f"{node.node_ip_address}:{node.node_manager_port}"}
 
@@ -92,7 +92,7 @@ def in_lasting_thread(start: Callable[[], object], *, what: str, timeout_s: floa
 
 
 def asks_for_token(address: str) -> bool:
-    """Return whether the Ray head at `address` refuses callers without a token; False if none is named or answers."""
+    """Whether the Ray head at `address` refuses callers without a token; False if none is named or answers."""
     if ":" not in address:  # `auto`
         return False
     with grpc.insecure_channel(address) as channel:
@@ -151,7 +151,7 @@ def _join(address: str) -> None:
 
 
 def ray_folder() -> Path:
-    """Return the folder of a Ray of our own: Ray opens it to everybody (0777), so it is in one that only we may enter.
+    """The folder of our own Ray: Ray opens it to everybody (0777), so it is in a folder that only we may enter.
 
     Unix sockets are created below it and their paths are limited to 107 characters, so TMPDIR is ignored.
     """
@@ -256,7 +256,7 @@ NODE_CHARACTERS = 8
 
 
 def own_gpus() -> list[str]:
-    """Return the GPUs that Ray gave to the calling worker, as `node:index`."""
+    """The GPUs that Ray gave to the calling worker, as `node:index`."""
     node = ray.get_runtime_context().get_node_id()
     return [f"{node}:{gpu}" for gpu in ray.get_runtime_context().get_accelerator_ids()["GPU"]]
 

@@ -38,7 +38,7 @@ class HostedModels:
         self._trainers[lease] = LocalTrainer(model, optimizer, self._config, adapters_alone=self._adapters_alone)
 
     def trainer(self, lease: str) -> RankTrainer:
-        """Return the trainer of `lease`. Raises TrainingError if there is none."""
+        """Look up the trainer of `lease`. Raises TrainingError if it does not exist."""
         if lease not in self._trainers:
             raise TrainingError("lease", lease, "is not open on this worker", "take a new lease")
         return self._trainers[lease]

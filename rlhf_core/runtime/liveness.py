@@ -30,7 +30,7 @@ HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, HTTP2_SETT
 
 
 def greet(address: str) -> None:
-    """Return if a gRPC server answers at `address` (host:port); raise OSError or ValueError if not.
+    """Check that a gRPC server answers at `address` (host:port); raise OSError or ValueError if not.
 
     TimeoutError means that something listens there but does not answer: the kernel accepts connections for a hung
     process.
@@ -51,7 +51,7 @@ class CallHangs(TimeoutError):
 
 
 def within(seconds: float, call: Callable[[], T], *, lasting: bool = False) -> T:
-    """Return `call()`, made in another thread; raise CallHangs after `seconds`, as calls into a Ray may never return.
+    """Call `call()` in another thread; raise CallHangs after `seconds`, as calls into a Ray may never return.
 
     A `lasting` thread outlives the call: Linux kills Ray's processes with the *thread* that started them.
     """
@@ -75,7 +75,7 @@ def within(seconds: float, call: Callable[[], T], *, lasting: bool = False) -> T
 
 
 class RayWatch:
-    """A watch over Ray's servers, kept by a thread. `lost` describes the one that is lost, "" while all answer.
+    """A watch over Ray's servers, kept by a thread. `lost` describes a lost server, "" while all answer.
 
     With `own`, the servers are children of this process. Once one of them is lost, all processes below them are killed,
     so that none keeps computing or hangs; `kill_family` does the same at the end.
@@ -140,7 +140,7 @@ class RayWatch:
             return well
 
     def _problem(self, name: str, address: str) -> str:
-        """Return why a server is lost, or "" if it is not or may still recover."""
+        """The reason why a server is lost, or "" if it is not or may still recover."""
         try:
             greet(address)
         except TimeoutError:
