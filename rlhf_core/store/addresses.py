@@ -74,7 +74,7 @@ def check_address(uri: str) -> None:
 
 
 def open_bucket(uri: str, *, is_first: bool = False) -> Any:
-    """Return the client of the bucket that `s3://bucket/folder`, `gs://` or `az://` names. Raises ConfigError without obstore.
+    """Open the client of the bucket `s3://bucket/folder`, `gs://` or `az://`. Raises ConfigError without obstore.
 
     Raises it without credentials, too. If `is_first`, a request that fails is repeated for seconds instead of minutes.
     """

@@ -42,8 +42,8 @@ Status = Literal["running", "failed", "interrupted", "committed"]
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One attempt at a key. `status` stays `running` if the process is killed; `failure` is the class and text of the error,
-    or what stopped it.
+    """One attempt at a key. `status` stays `running` if the process is killed; `failure` is the class and text of the
+    error, or the reason why it was stopped.
 
     `code` holds the digest of each module of the stage as the attempt ran it; it is empty in files of older versions.
     """
@@ -84,7 +84,7 @@ class AttemptFolder:
 
 
 def history(folder: AttemptFolder) -> list[Attempt]:
-    """Return the attempts recorded in `folder` (attempts/<key>), oldest first."""
+    """Load the attempts recorded in `folder` (attempts/<key>), oldest first."""
     return _read(folder)[1]
 
 
@@ -148,7 +148,8 @@ def end(
 
 
 def _remove_output(out: Path) -> None:
-    """Remove an output folder. A process that was taken over may be moving it into the store now: one of them has all of it."""
+    """Remove an output folder. A process that was taken over may be moving it into the store now: only one gets all of
+    it."""
     gone = temporary_for(out)
     with suppress(FileNotFoundError):
         out.rename(gone)
@@ -170,27 +171,27 @@ def abandon(folder: AttemptFolder, *, committed: bool) -> tuple[str, Attempt] | 
 
 
 def output(folder: AttemptFolder, attempt: Attempt) -> Path:
-    """Return the folder into which the attempt writes its artifact."""
+    """The folder into which the attempt writes its artifact."""
     return folder.path / f"out-{attempt.number}"
 
 
 def work(folder: AttemptFolder, attempt: Attempt) -> Path:
-    """Return the folder of reusable work: checkpoints, shards, metrics, failures, logs."""
+    """The folder of reusable work: checkpoints, shards, metrics, failures, logs."""
     return folder.path / f"work-{attempt.number}"
 
 
 def latest_work(folder: AttemptFolder) -> Path:
-    """Return the work folder of the last attempt; it may not exist."""
+    """The work folder of the last attempt; it may not exist."""
     return folder.path / f"work-{max(work_numbers(folder), default=0)}"
 
 
 def checkpoints(folder: AttemptFolder) -> Path:
-    """Return the folder of the last attempt's checkpoints; it may not exist."""
+    """The folder of the last attempt's checkpoints; it may not exist."""
     return latest_work(folder) / CHECKPOINTS
 
 
 def metrics(folder: AttemptFolder) -> Path:
-    """Return the metrics file of all attempts that resumed from one another; it may not exist.
+    """The metrics file of all attempts that resumed from one another; it may not exist.
 
     If a later attempt on another node has stored it in the bucket, it is fetched from there.
     """
@@ -212,7 +213,7 @@ def stored_metrics(folder: AttemptFolder, number: int) -> dict[str, Any]:
 
 
 def unfinished_work(folder: AttemptFolder) -> list[str]:
-    """Return the names of the files besides checkpoints (shards, tables) from which a stage can resume."""
+    """Names of the files besides checkpoints (shards, tables) from which a stage can resume."""
     return _unfinished(latest_work(folder))
 
 
@@ -247,7 +248,7 @@ def drop_replaced(folder: AttemptFolder) -> None:
 
 
 def is_resumable(folder: AttemptFolder, finished: int) -> bool:
-    """Return whether work goes on beyond attempt `finished`, which left a result: it is to replace one that misfits."""
+    """Whether work continues beyond attempt `finished`, which left a result: it is to replace a misfit."""
     past = history(folder)
     return bool(past) and past[-1].number > finished and past[-1].status != "committed" and not past[-1].forced
 
@@ -263,7 +264,7 @@ def give_way(folder: AttemptFolder, attempt: Attempt) -> None:
 
 
 def work_numbers(folder: AttemptFolder) -> list[int]:
-    """Return the numbers of the attempts that have a work folder."""
+    """Numbers of the attempts that have a work folder."""
     return _numbered(folder, "work")
 
 

@@ -474,7 +474,7 @@ class BucketStore:
                 self._listed[name] = table
 
     def _get(self, name: str) -> tuple[bytes, StoredTable] | None:
-        """The bytes and the table of this name. Raises Damaged if they do not arrive as they were written."""
+        """The bytes and the table of this name. Raises Damaged if they differ from the written ones."""
         for _ in range(TRIES):
             try:
                 raw, version, written = self._again(lambda: self.server.get(_place(name)))

@@ -40,7 +40,7 @@ class ObstoreServer:
         self.uri, self._client, self._prefix = uri, open_bucket(uri, is_first=is_first), prefix
 
     def get(self, name: str) -> tuple[bytes, str, float]:
-        """GET."""
+        """Fetch an object by GET."""
         with self._answering():
             got = self._client.get(self._prefix + name)
             return bytes(got.bytes()), _version(got.meta), got.meta["last_modified"].timestamp()
@@ -70,7 +70,7 @@ class ObstoreServer:
                 raise Unreachable(explain("store", name, f"does not have {size} bytes after its upload", "try again"))
 
     def download(self, name: str, path: Path) -> None:
-        """GET into a file, in chunks."""
+        """Fetch an object into a file by GET, in chunks."""
         with self._answering(), path.open("wb") as out:
             for chunk in self._client.get(self._prefix + name).stream(min_chunk_size=8 << 20):
                 out.write(chunk)

@@ -128,7 +128,7 @@ def collect(store: Store, *, keep_days: float = KEEP_DAYS, dry_run: bool = False
 
 @dataclass(frozen=True, slots=True)
 class _Collection:
-    """One collection: what it has listed, and its horizon by the clock of the store."""
+    """One collection: its listing, and its horizon by the clock of the store."""
 
     store: Store
     tables: dict[str, StoredTable]
@@ -268,7 +268,7 @@ def _names(key: str, table: StoredTable) -> set[str]:
 
 
 def _references(table: StoredTable) -> Iterable[str]:
-    """Digests that a table leads to: objects and inputs of its record, and of one that was set aside."""
+    """Digests that a table leads to: objects and inputs of its record, and of a record that was set aside."""
     aside = table.value.get("aside") or {}
     for record in filter(None, (table.value.get("record"), aside.get("record"))):
         yield from (record["object"], *record["inputs"])

@@ -320,7 +320,7 @@ def _replace(path: Path, raw: bytes, *, is_new: bool) -> None:
 
 
 def _link(temporary: Path, path: Path) -> None:
-    """Give a new file its name by a link, or by renaming it on a disk without links."""
+    """Name a new file by a link, or by renaming it on a disk without links."""
     try:
         os.link(temporary, path)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Stores with schema 1, in which records, histories, gates and pins were files of their own. They are read where they lie.
+"""Stores with schema 1, in which records, histories, gates and pins were separate files. They are read in place.
 
 A table replaces such a file when it is first written. Objects on a disk have the same place in both schemas. In a bucket, the
 files of an object are copied to the new place when a write refers to the object.

@@ -35,7 +35,8 @@ RECORDS = "records.json"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The listed fields of a key record. `digest` is the artifact's, `object` is that of the object that holds it."""
+    """The listed fields of a key record. `digest` is the artifact's, `object` the digest of the object that holds
+    it."""
 
     key: str
     label: str
@@ -61,7 +62,7 @@ class SetAside:
 
 
 def rows(store: Store, layout: StoreLayout) -> tuple[list[Row], list[str], list[SetAside]]:
-    """The rows of all key records, oldest first; which records cannot be read, and those that were set aside."""
+    """The rows of all key records, oldest first; which records cannot be read, and records that were set aside."""
     known = load_entries(layout.index / RECORDS)
     unreadable: list[str] = []
     aside: list[SetAside] = []
@@ -151,7 +152,7 @@ def save_entries(file: Path, entries: Mapping[str, list[Any]]) -> None:
 
 
 def _heading(content: str) -> str:
-    """Return the first line of an index file: the code that wrote it, and the digest of the rest."""
+    """First line of an index file: the code that wrote it, and the digest of the rest."""
     return f"{_maker()} {sha256_text(content)}"
 
 

@@ -127,7 +127,7 @@ class Lease:
     def save_work(self, folder: Path, **noted: Any) -> None:
         """Make a folder the newest checkpoint of the key. The previous one is deleted once the table names this one.
 
-        After the commit of this process, the table stays as it is.
+        After the commit of this process, the table stays unchanged.
         """
         last = self.latest().value.get("work") or {}
         work = self.store.save_work(self.key, self.token, folder, last) | noted

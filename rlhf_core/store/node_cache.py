@@ -82,7 +82,7 @@ class NodeCache:
 
 
 def settle_copy(part: Path, folder: Path) -> Path:
-    """Give the complete files in `part` their read-only place, after they are on the disk."""
+    """Move the complete files in `part` to their read-only place, after they are on the disk."""
     fsync_tree(part)
     try:
         part.rename(folder)

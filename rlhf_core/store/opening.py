@@ -20,7 +20,7 @@ PROBE_PATIENCE_S = 3.0
 
 
 def store_root(place: str) -> Path:
-    """The folder of a store: the one that `place` names, or this node's cache of the bucket `s3://...`.
+    """The folder of a store: the folder that `place` names, or this node's cache of the bucket `s3://...`.
 
     Raises ConfigError for an invalid address, and for a bucket that cannot be reached or whose server has no conditional
     puts.

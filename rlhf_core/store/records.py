@@ -25,7 +25,7 @@ class Failed(BaseModel):
     settings: dict[str, Any]
 
     def share(self) -> str:
-        """Return the number of failed answers as a phrase for people."""
+        """The number of failed answers as a phrase for people."""
         return f"{self.failed} of {self.answers} answers failed"
 
 
@@ -98,12 +98,12 @@ class KeyRecord(Provenance):
 
 
 def stored_handle(handle: ArtifactRef) -> dict[str, Any]:
-    """Return a handle as a JSON table with the name of its type, to be read by `restore_handle`."""
+    """Serialize a handle as a JSON table with the name of its type, to be read by `restore_handle`."""
     return {"type": type(handle).__name__, "fields": handle.model_dump(mode="json")}
 
 
 def restore_handle(stored: Mapping[str, Any]) -> ArtifactRef:
-    """Return the handle that `stored_handle` serialized, with its original type."""
+    """Restore the handle that `stored_handle` serialized, with its original type."""
     kind = getattr(types, str(stored["type"]), None)
     if not (isinstance(kind, type) and issubclass(kind, ArtifactRef)):
         raise ArtifactError(

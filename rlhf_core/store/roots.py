@@ -75,7 +75,7 @@ _KINDS: dict[str, tuple[type[_Pin | _Wait | _Gate], str]] = {
 
 
 def roots_of(store: Store, keys: Iterable[StoredTable]) -> tuple[list[Root], list[str]]:
-    """All roots, and a description of each table of one that cannot be read. `keys`: the tables of all keys."""
+    """All roots, and a description of each table whose root cannot be read. `keys`: the tables of all keys."""
     roots: list[Root] = []
     damaged: list[DamagedTable] = []
     unreadable = []

@@ -54,7 +54,7 @@ def note_holder(lease: Lease, folder: Path) -> None:
 
 
 def bring_work(folder: AttemptFolder) -> None:
-    """Move the work of a later attempt on another node into the attempt folder of this node, in place of what that replaces.
+    """Move the work of a later attempt on another node into the attempt folder of this node, replacing older work.
 
     Raises Lost, Gone, Damaged or Unreachable if this node cannot read it: a new beginning would replace a good checkpoint.
     """
