@@ -26,9 +26,9 @@ class TrackedRun:
 
 
 def find_run(uri: str, wanted: str) -> TrackedRun | None:
-    """Return the newest pipeline run with this id or name; the part of a name in brackets may be left out.
+    """Find the newest pipeline run with this id or name; the part of a name in brackets may be left out.
 
-    Returns None if there is none. Raises TrackingError if MLflow does not answer.
+    Returns None if none matches. Raises TrackingError if MLflow does not answer.
     """
     if is_missing_database(uri):
         return None
@@ -106,7 +106,7 @@ def _search(client: Any, wanted: str) -> Any:
 
 
 def _means(wanted: str, name: str) -> bool:
-    """Return whether `wanted` is this name, or the name without its part in brackets.
+    """Whether `wanted` is this name, or the name without its part in brackets.
 
     In the filter, `_` stands for any letter, and databases differ in whether case counts.
     """

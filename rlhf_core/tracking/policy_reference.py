@@ -13,7 +13,7 @@ _STORE, _FILE = "store://", "file://"
 
 
 def folder_of(uri: str, store: Path | None) -> Path | None:
-    """Return the folder of a policy from its uri; None without a store, or if it is no causal language model."""
+    """Find the folder of a policy from its uri; None without a store, or if it is no causal language model."""
     if uri.startswith(_FILE):
         folder = Path(uri.removeprefix(_FILE))
     elif uri.startswith(_STORE) and store is not None:
