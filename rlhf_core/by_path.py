@@ -1,4 +1,4 @@
-"""Import what a profile names by path: `package.module:NAME`."""
+"""Import objects that a profile names by path: `package.module:NAME`."""
 
 import os
 import re
