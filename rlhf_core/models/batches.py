@@ -162,7 +162,7 @@ def _check(sequences: Sequences, pack_to: int | None) -> None:
 # with less padding.
 #
 # Samples that begin with the same tokens (the answers to a prompt, the two sides of a pair) can also share those: they
-# are computed once, and each sample goes on from there. This needs a mask of our own, so it is done only under sdpa and
+# are computed once, and each sample continues from there. This needs a custom mask, so it is done only under sdpa and
 # without attention windows.
 
 # fmt: off
@@ -183,7 +183,7 @@ LAYERS_WITHOUT_WINDOWS = frozenset({"full_attention"})
 WORTHWHILE = 1 - LEAST_SAVED
 """Maximum cost of a layout, relative to the one without it: a mask is slower than plain causal attention."""
 LARGEST_MASK = 2**26
-"""Maximum number of pairs of positions in a mask of our own: 64 MiB."""
+"""Maximum number of pairs of positions in a custom mask: 64 MiB."""
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ def prefix_width(config: Any) -> int:
 def sees_whole_rows(config: Any) -> bool:
     """True if no layer uses sliding-window attention. Our block mask would override the window.
 
-    Some architectures use `layer_types`, others `sliding_window` alone, whatever else is in the configuration.
+    Some architectures use `layer_types`, others `sliding_window` alone, regardless of the rest of the configuration.
     """
     text = config.get_text_config()
     types = getattr(text, "layer_types", None) or ()
@@ -289,7 +289,7 @@ def _with_prefixes(
     comes_from = torch.zeros(rows * length, dtype=torch.int64)
     positions = torch.zeros_like(comes_from)
     gone_to = torch.zeros(batch.token_ids_BL.numel(), dtype=torch.int64)
-    # Padding is a block of its own in each row.
+    # Padding is a separate block in each row.
     block_ids = torch.zeros_like(comes_from)
     sample_ids = torch.zeros_like(comes_from)
     for number, block in enumerate(blocks, start=1):
@@ -299,7 +299,7 @@ def _with_prefixes(
         comes_from[begin:free] = torch.arange(first, first + prefix)
         positions[begin:free] = torch.arange(prefix)
         block_ids[begin : begin + block.length] = number
-        begun: dict[bytes, int] = {}  # where each sequence goes on after the prefix; equal ones are one
+        begun: dict[bytes, int] = {}  # where each sequence continues after the prefix; equal ones are one
         for sample, row in enumerate(block.samples, start=1):
             taken, content = len(sequences[row]), sequences[row].data.tobytes()
             if content not in begun:

@@ -150,7 +150,7 @@ class ValueModel(nn.Module):
     """A model that computes V(state) = w . hidden, or the score of a text where transformers has no class for it.
 
     `rlhf_core.models.forward.token_values` shifts the values so that values[t] is *before* token t. The head has no
-    bias, like that of a reward model, so that it can start from one.
+    bias, like a reward model's head, so that it can start from one.
     """
 
     def __init__(self, backbone: nn.Module, head_1H: Tensor) -> None:
@@ -303,8 +303,8 @@ CHUNK_ELEMENTS = 2**24
 """Maximum number of logits in memory at once: 64 MiB in fp32, and as much for each matrix that is made of them. Fewer are
 computed in one chunk, and not again in the backward pass."""
 INFLUENCE = 1e-5
-"""Maximum influence of later tokens on an earlier state, relative to that of earlier tokens. It is 0 under a mask; sums
-by Fourier transform leave 1e-7, and adding 0.001 of a mean over the row gives 1e-4."""
+"""Maximum influence of later tokens on an earlier state, relative to the influence of earlier tokens. It is 0 under a
+mask; sums by Fourier transform leave 1e-7, and adding 0.001 of a mean over the row gives 1e-4."""
 ROUNDING = {True: 1e-4, False: 0.25}
 """Maximum relative difference caused by other kernels and groups of experts, in float32 (True) and lower precision
 (False). One unit in the last place in each of 48 layers of experts made 0.06 to 0.12 in bfloat16. Unrelated states
@@ -462,7 +462,7 @@ def _influence(backbone: Any, ids_BL: Tensor, positions_BL: Tensor | None, *, un
             parameter.requires_grad_(False)
         with torch.enable_grad():
             hidden_BPH = _run(backbone, ids_BL, positions_BL).last_hidden_state[:, :until].float()
-            # Any direction works, except one that a norm removes, as LayerNorm removes the mean.
+            # Any direction works, except directions that a norm removes, as LayerNorm removes the mean.
             draw = torch.randn(hidden_BPH.shape, generator=torch.Generator().manual_seed(0))
             total = (hidden_BPH * draw.to(hidden_BPH.device)).sum()
             (gradient_BLH,) = torch.autograd.grad(total, embeddings)
@@ -563,7 +563,7 @@ def hidden_states(model: nn.Module, batch: TokenBatch) -> Tensor:
     _check_batch(batch, rules, backbone.config)
     experts_BLW = batch.fields.get(ROUTED_EXPERTS)
     replay_experts(backbone, experts_BLW)
-    # The logits of routers are needed in the rows of the batch, and each sample may go to experts of its own.
+    # The logits of routers are needed in the rows of the batch, and each sample may go to different experts.
     shared = None
     if routing is None and experts_BLW is None and rules.keeps_apart and len(batch.rows) > 1:
         shared = shared_rows(batch, prefixes_of=rules.prefix_width)

@@ -75,7 +75,7 @@ def load_model(spec: ModelSpec, *, dtype: str, attention: str, gradient_checkpoi
     `ValueModel` where transformers has no such class; `value` a `ValueModel`. Scores and values are float32. A missing `score` or `value` head is drawn from N(0, 1/(hidden + 1)) with `spec.seed`. A
     value model made from a reward model starts from its head. With `spec.lora`, the adapters and a `score` or `value` head
     are trained, and nothing else. Raises ConfigError if the folder is not a decoder or lacks
-    weights, if its rows would need an attention mask, or if `attention` omits a part of what the architecture computes.
+    weights, if its rows would need an attention mask, or if `attention` omits a part of the architecture's computation.
     """
     folder = Path(spec.path)
     config = checked_config(spec, attention)
@@ -198,7 +198,7 @@ def check_weights(loading: dict[str, Any], path: str, *, allowed_missing: Collec
 
 
 def check_type(config: Any, path: str, *, lm: bool) -> None:
-    """Raise ConfigError for a model with an encoder (T5), and where an LM head is needed, for one that has none."""
+    """Raise ConfigError for a model with an encoder (T5), and where an LM head is needed, for a model without one."""
     rule = ""
     if getattr(config, "is_encoder_decoder", False):
         rule = "has an encoder, without which its decoder is another model"
@@ -378,7 +378,7 @@ def shared_vocabulary(student: Path, teacher: Path, *, key: str = "teacher") -> 
 def check_same_tokens(policy: Path, other: Path, *, key: str) -> None:
     """Raise ConfigError, naming `key`, for a model in which an ID of the policy's tokenizer is another token.
 
-    IDs that only one of them has, and padding, do not count.
+    IDs in only one of the vocabularies, and padding, do not count.
     """
     ours, theirs = (load_tokenizer(folder) for folder in (policy, other))
     tokens, others = ({number: token for token, number in one.get_vocab().items()} for one in (ours, theirs))

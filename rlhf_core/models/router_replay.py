@@ -22,7 +22,7 @@ from rlhf_core.errors import ConfigError
 from rlhf_core.models.architecture import read_config
 
 OWN = -1
-"""The number that stands for the router's own choice, of which there is no record."""
+"""The number that stands for the router's own choice, which is not recorded."""
 
 # ---------------------------------------------------------------- weights of chosen experts
 

@@ -270,7 +270,7 @@ class ResultCache:
             if self._path is not None and kept:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 with self._path.open("a", encoding="utf-8") as stream:
-                    # After a kill the last line may be half written: a line of its own begins what comes after it.
+                    # After a kill the last line may be half written: the next entry begins on a new line.
                     rows = ([key, *row.values, *(row.scores or [None])] for key, row in kept.items())
                     stream.write("".join(f"\n{json.dumps(row)}" for row in rows))
 

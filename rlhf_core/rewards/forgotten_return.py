@@ -28,7 +28,7 @@ def forgotten_return(function: Callable[..., Any]) -> str:
     """
     trees = [(one, tree) for one in _reached(function) for tree in [_tree(one)] if tree is not None]
     used = {name for _, tree in trees for name in _used(tree)}
-    # What a decorator has put in the place of a function has a name of its own.
+    # An object that a decorator puts in the place of a function has another name.
     used |= {one.__code__.co_name for one, _ in trees if hasattr(one, "__wrapped__") or _names_of(one) & used}
     for one, tree in trees:
         for node in ast.walk(tree):

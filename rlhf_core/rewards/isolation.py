@@ -177,7 +177,7 @@ def main(function: str, settings: WorkerSettings) -> None:
         send_message(answers, ("refused", str(error)))
         return
     if settings.memory_bytes:
-        # Allocations beyond it raise MemoryError, before the machine runs out. What is mapped and never written
+        # Allocations beyond it raise MemoryError, before the machine runs out. Memory that is mapped and never written
         # (libraries, reserved address space) does not count.
         resource.setrlimit(resource.RLIMIT_DATA, (settings.memory_bytes, settings.memory_bytes))
     send_message(answers, ("ready", reward.is_async))

@@ -32,7 +32,7 @@ _FINAL = frozenset({400, 401, 403, 404, 405, 413, 422})
 _CUT = re.compile(
     r"length|max|filter|limit|abort|error|safety|incomplete|cancel|interrupt|insufficient|recitation", re.IGNORECASE
 )
-"""What servers call the end of a reply that is not whole; OpenAI's words are `length` and `content_filter`."""
+"""Finish reasons of servers for an incomplete reply; OpenAI's are `length` and `content_filter`."""
 LONGEST_WAIT_S = 600.0
 """Longest `Retry-After` of a server that is waited for."""
 

@@ -109,9 +109,9 @@ def score_with_reward_model(
 ) -> list[float]:
     """Score prompt and completion of each generation, tokens as sampled, with the head's output at the last token.
 
-    Nothing is decoded and tokenized again, and no end token is added to an answer that was cut off. Beyond
-    `max_length` tokens the sequence is cut, as it was in training. ConfigError when `chat`, the reward model's own
-    template, reads prompts or tokens in another way than the policy (`check_rendering`).
+    Nothing is decoded and tokenized again, and no end token is added to an answer that was cut off. Beyond `max_length`
+    tokens the sequence is cut, as in training. ConfigError when `chat`, the reward model's own template, reads prompts
+    or tokens in another way than the policy (`check_rendering`).
     """
     check_rendering(chat, generations)
     sequences = [generation.prompt_ids + generation.completion.token_ids for generation in generations]
@@ -283,7 +283,7 @@ def has_scalar_head(folder: Path) -> bool:
     """Whether a folder, if it can be read, has the weights of a reward model or value model."""
     try:
         return HEAD in _shapes(folder)
-    except ConfigError:  # damaged, or a pointer to what was not fetched: who reads the weights names the file
+    except ConfigError:  # damaged, or a pointer to an unfetched file: the reader of the weights names it
         return False
 
 

@@ -140,7 +140,7 @@ logger = logging.getLogger(__name__)
 
 NO_REWARD = "no reward applies"
 REWARD = ""
-"""Key of the composed reward's normalizer, beside the terms' names."""
+"""Key of the composed reward's normalizer, among the terms' names."""
 _NOT_IN_A_NAME = re.compile(r"[^\w\-. ]")
 
 

@@ -161,7 +161,7 @@ class AnswerDraw:
     chat: ChatTemplate
     prompts: Sequence[Prompt]
     mixture: Mapping[str, float] = field(default_factory=dict)
-    """Share of each source in the prompts; without any they come as they are."""
+    """Share of each source in the prompts; if empty, their order is unchanged."""
     sampling: SamplingConfig
     groups: int
     """Number of prompts of a step."""

@@ -105,7 +105,7 @@ class BandOrder:
         self._noted = -1
         """The last step whose rewards are known."""
         self._answered: dict[str, tuple[Answered, ...]] = {}
-        """The steps of each prompt, of which those that are sampled ahead read all but the last ones."""
+        """The steps of each prompt; steps that are sampled ahead read all but the last ones."""
         self._drawn: dict[int, frozenset[str]] = {}
         """Step -> the prompts that it drew, of the last steps."""
 

@@ -167,7 +167,7 @@ class StepScorer:
     keep_steps: int
     note_failed: Callable[[int, Counts], None]
     dynamic: DynamicScoring | None
-    """How undecided groups are replaced; None scores the answers as they are."""
+    """How undecided groups are replaced; None scores the answers unchanged."""
 
     def __call__(self, step: int, drawn: Drawn) -> Sequence[Rollout]:
         """Score the step: rollouts of the groups in which every one is valid. RewardError if no group is."""

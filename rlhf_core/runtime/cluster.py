@@ -14,8 +14,8 @@ from rlhf_core.processes.child import idle_threads
 from rlhf_core.runtime.liveness import greet
 
 SEE_NO_GPU = "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"
-"""Variable with which Ray gives an empty CUDA_VISIBLE_DEVICES to a worker without GPUs. Otherwise the worker sees those of
-its node, which may be another run's."""
+"""Variable with which Ray gives an empty CUDA_VISIBLE_DEVICES to a worker without GPUs. Otherwise the worker sees the
+GPUs of its node, which may be another run's."""
 KERNEL_CHOICES = (
     "ATEN_CPU_CAPABILITY",
     "DNNL_MAX_CPU_ISA",

@@ -136,7 +136,7 @@ def _make_token(path: Path) -> None:
 
 
 def _join(address: str) -> None:
-    # A head requires the user's token as soon as one exists (any Ray of our own creates it), but Ray sends it to a
+    # A head requires the user's token as soon as one exists (each Ray that we start creates it), but Ray sends it to a
     # named address only when told to. It must not always be sent: a process that sends tokens also requires them, and
     # then the workers of a head without tokens could not call this process.
     if asks_for_token(address):
@@ -172,7 +172,7 @@ def _start(cores: int) -> None:
                     log_to_driver=False,
                     logging_level=logging.ERROR,
                     _temp_dir=str(folder),
-                    # Our actors have environments of their own, so workers that Ray starts ahead would never be used.
+                    # Our actors have separate environments, so workers that Ray starts ahead would never be used.
                     # By default Ray's workers give way to other processes, but here everything else waits for them.
                     _system_config={
                         "prestart_worker_first_driver": False,

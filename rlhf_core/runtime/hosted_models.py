@@ -27,7 +27,7 @@ class HostedModels:
     def warm(self, threads: int) -> None:
         """Fix the number of threads and the kernels, and import the model libraries."""
         torch.set_num_threads(threads)
-        # On a GPU some kernels have no deterministic form: they warn instead of failing a long run. Those of cuBLAS have
+        # On a GPU some kernels have no deterministic form: they warn instead of failing a long run. cuBLAS kernels have
         # one if this is set before its first product.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=torch.cuda.is_available())

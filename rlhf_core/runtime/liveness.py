@@ -26,7 +26,7 @@ KILL_WAIT_S = 10.0  # a process in a system call ends after it
 HTTP2_SETTINGS = 4  # frame type, RFC 9113, 6.5
 HTTP2_FRAME_HEADER = 9  # bytes: length 3, type 1, flags 1, stream 4
 HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, HTTP2_SETTINGS, 0, 0, 0, 0, 0))
-"""First bytes that an HTTP/2 client sends (RFC 9113, 3.4); the server answers with a settings frame of its own."""
+"""First bytes that an HTTP/2 client sends (RFC 9113, 3.4); the server answers with its settings frame."""
 
 
 def greet(address: str) -> None:
@@ -70,7 +70,7 @@ def within(seconds: float, call: Callable[[], T], *, lasting: bool = False) -> T
         return answer.result(seconds)
     except TimeoutError as error:
         if answer.done():
-            raise  # the TimeoutError is that of `call`
+            raise  # `call` itself raised the TimeoutError
         raise CallHangs(f"nothing for {seconds:g} s") from error
 
 

@@ -198,7 +198,7 @@ def without_gpus(config: RuntimeConfig, cores: Mapping[str, int], *, own: str) -
         if cores.keys() <= {own}:
             return (idle,) * workers
         affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
-        # Not only there: another node takes the worker of one that is lost.
+        # Not only there: another node takes the worker of a lost node.
         nodes = node_of_each(workers, cores, first=own)
         return tuple({**idle, "scheduling_strategy": affinity(node, soft=True)} for node in nodes)
 

@@ -51,7 +51,7 @@ class RayRuntime:
         self._watch: RayWatch | None = None
         self._connected_before = False
         self._train: dict[str, WorkerGroup] = {}
-        """Pool -> its train workers; "" has those of the roles that no pool has."""
+        """Pool -> its train workers; "" has the workers of roles without a pool."""
         self._sample: WorkerGroup | None = None
         self._sampler_leased = False
         self._leases = itertools.count(1)

@@ -32,8 +32,8 @@ class DeviceWeights:
 
 
 StagedWeights: TypeAlias = "Mapping[str, Any] | WeightsInParts"
-"""Weights to be sent: a stream of those that a trainer has, or a copy, name -> CPU tensor, of which other ranks than 0 have the
-shapes, as meta tensors."""
+"""Weights to be sent: a stream of a trainer's weights, or a copy, name -> CPU tensor, of which other ranks than 0 have
+the shapes, as meta tensors."""
 
 
 def described(weights: StagedWeights) -> Mapping[str, Any]:

@@ -25,7 +25,7 @@ from rlhf_core.store.node_folders import NodeFolder
 LOOK_EVERY_S = 1.0
 """Seconds between checks, during a call, that Ray itself is still there."""
 FETCH_EVERY_S = 0.2
-"""Seconds between questions whether a worker has done what it does beside its calls."""
+"""Seconds between checks whether a worker has finished its work besides its calls."""
 OTHERS_GRACE_S = 10.0
 """Seconds to wait for other ranks' errors: if a rank dies, its peers often fail in a collective before Ray notices."""
 
@@ -132,7 +132,7 @@ class WorkerGroup:
             return ref
 
     def first(self, role: str, method: str, running: Mapping[int, Any]) -> dict[int, Any]:
-        """Wait until one of the calls that `begin` started has ended; return the results that are there, by rank."""
+        """Wait until one of the calls that `begin` started has ended; return the results so far, by rank."""
         with self._turn:
             self._check_alive(role, method)
             self._begun = {ref: self._begun[ref] for ref in running.values()}  # the others were given up

@@ -35,7 +35,7 @@ def main() -> None:
     from vllm.entrypoints.launchers.api_server.entry import main as serve
 
     hide_in_logs()
-    os.umask(0o077)  # the sockets of its processes lie in the temporary folder, and what comes there is unpickled
+    os.umask(0o077)  # the sockets of its processes lie in the temporary folder, and data sent there is unpickled
     listener = socket.socket(fileno=int(sys.argv.pop(1)))
     listener.set_inheritable(False)
     launcher.create_server_socket = lambda *_, **__: listener

@@ -184,7 +184,7 @@ class VllmSampler:
         prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt_ids)}
         if self.config.prefix_caching:
             return {**prompt, "cache_salt": str(self._loads)}
-        # On GPUs, recorded experts need the cache. With a salt of its own, no request finds the prefixes of another.
+        # On GPUs, recorded experts need the cache. With a separate salt, no request finds the prefixes of another.
         return {**prompt, "cache_salt": f"own-{next(self._numbers)}"} if self.config.routed_experts else prompt
 
     def _abandon(self) -> None:

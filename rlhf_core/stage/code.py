@@ -81,7 +81,7 @@ def module_digests(module_name: str, packages: tuple[str, ...] = OUR_PACKAGES) -
 
 @contextmanager
 def remembered_code() -> Iterator[None]:
-    """Reuse the analyses of code by earlier processes of this user, and save those of this process.
+    """Reuse the analyses of code by earlier processes of this user, and save the analyses of this process.
 
     Unlike the indexes of a store, this one belongs to no store: most plans are made before a store exists.
     """

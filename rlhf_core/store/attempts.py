@@ -60,11 +60,11 @@ class Attempt:
     forced: bool = False
     """Whether it was to replace a result, or to start over."""
     halted: bool = False
-    """Whether it has saved its work and waits for people, time or money: the same command goes on with it."""
+    """Whether it has saved its work and waits for people, time or money: the same command resumes it."""
     inputs: Sequence[str] = ()
     """Uris of its inputs; empty in files of older versions."""
     continues: bool = False
-    """Whether it goes on with a forced attempt that has halted: if it is killed, so does the next one."""
+    """Whether it resumes a forced attempt that has halted: if it is killed, the next one does so too."""
 
 
 _ATTEMPTS = TypeAdapter(list[Attempt])  # unknown fields of other versions are ignored
@@ -119,7 +119,7 @@ def begin(
     )
     left = [folder.path / f"out-{number}" for number in _numbered(folder, "out")]
     earlier = latest_work(folder) if work_numbers(folder) else None
-    _write(folder, label, [*past, attempt])  # fenced: what is moved below was chosen while the lease was ours
+    _write(folder, label, [*past, attempt])  # fenced: the folders moved below were chosen while the lease was ours
     for out in left:
         _remove_output(out)
     if earlier is not None:
@@ -142,7 +142,7 @@ def end(
     """Record how the attempt ended and remove its output folder, if it still exists."""
     _remove_output(output(folder, attempt))
     past = {item.number: item for item in history(folder)}
-    ended = past.pop(attempt.number, attempt)  # as it is recorded, because another process may have marked it
+    ended = past.pop(attempt.number, attempt)  # as recorded, because another process may have marked it
     ended = replace(ended, status=status, failure=failure, seconds=round(seconds, 3), halted=halted)
     _write(folder, label, [*past.values(), ended])
 

@@ -1,5 +1,4 @@
-"""Log of people's actions in a store: one table per deed, `audit/<time>-<random>`, never changed or
-removed.
+"""Log of people's actions in a store: one table per deed, `audit/<time>-<random>`, never changed or removed.
 
 Pins, their removal and collections of garbage are written here. Decisions at gates are kept with their question, and moves
 of a champion in the registry, with the same facts; `rlhf audit` shows all of them.

@@ -492,7 +492,7 @@ class BucketStore:
         while True:
             try:
                 version = self.server.put(_place(name), raw, expected)
-                # Its time is that of the server, which the response lacks: just now.
+                # Its time is the server's time, which the response lacks: just now.
                 table = StoredTable(name, dict(value), version, math.inf)
                 self._note(name, table)
                 return table

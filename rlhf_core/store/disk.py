@@ -186,7 +186,7 @@ class DiskStore:
         """A deep check that finds nothing sets the time of the last good check."""
         began = time.time()
         damage = self._damage(digest, deep=deep)
-        if deep and not damage:  # the time of the manifest is that of the last good check
+        if deep and not damage:  # the time of the manifest is the time of the last good check
             with suppress(OSError):  # this user may not write to the store
                 os.utime(self._object(digest) / MANIFEST, (began, began))
         return damage

@@ -224,7 +224,7 @@ def stored_record(facts: Mapping[str, Any]) -> dict[str, Any]:
     try:
         digest = object_of(facts["handle"]["fields"]["uri"])
         inputs = sorted({object_of(uri) for uri in facts["inputs"] if uri.startswith("store://")})
-    except (KeyError, TypeError, AttributeError):  # damaged; whoever parses the facts reports it
+    except (KeyError, TypeError, AttributeError):  # damaged; the parser of the facts reports it
         digest, inputs = "", []
     return {"object": digest, "inputs": inputs, "facts": dict(facts)}
 

@@ -284,7 +284,7 @@ def remove_tree(folder: Path) -> None:
         if folder.exists():
             with suppress(FileNotFoundError):  # another process is removing it, too
                 shutil.rmtree(folder)
-    except PermissionError as error:  # in a shared store, what another user made for themselves alone
+    except PermissionError as error:  # in a shared store, files that only another user may remove
         rule = f"{error.filename} in it cannot be removed ({error.strerror})"
         raise ArtifactError("folder", str(folder), rule, "let its owner or root remove the folder") from error
 

@@ -58,7 +58,7 @@ class Provenance(BaseModel):
     project: str = ""
     """Name of the project in the profile that computed it; "" if it has none."""
     cpus: float = 0.0
-    """Number of processes with a CPU of their own, the driver's included; 0 in records of earlier versions."""
+    """Number of processes with a separate CPU, the driver's included; 0 in records of earlier versions."""
     gpus: float = 0.0
     """Number of GPUs that its engines held; 0 also in records of earlier versions."""
     started: str

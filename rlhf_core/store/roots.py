@@ -71,7 +71,7 @@ _KINDS: dict[str, tuple[type[_Pin | _Wait | _Gate], str]] = {
     "waits/": (_Wait, "does not name the needs of a waiting run"),
     "gates/": (_Gate, "is not a question with its answers"),
 }
-"""Tables that keep something, and the rule for one that cannot be read."""
+"""Tables that keep something, and the rule for an unreadable one."""
 
 
 def roots_of(store: Store, keys: Iterable[StoredTable]) -> tuple[list[Root], list[str]]:

@@ -55,7 +55,7 @@ def is_shared(folder: Path) -> bool:
 
 
 def open_to_group(root: Path) -> None:
-    """Let this process, and those that it starts, make files that the group of a shared store can write.
+    """Let this process, and its child processes, make files that the group of a shared store can write.
 
     This changes the process's umask. Private files (tokens, the state folder) are created with their own mode.
     """
@@ -72,7 +72,7 @@ def give_made(folder: Path) -> None:
     if is_shared(folder.parent):
         group = folder.parent.stat().st_gid
         for path in _all_in(folder):
-            with suppress(PermissionError):  # another user's, whose attempt this process goes on with
+            with suppress(PermissionError):  # another user's, whose attempt this process continues
                 _give(path, group)
 
 

@@ -94,7 +94,7 @@ class _Keeper:
         remove_tree(links)
         try:
             self._link(newest, links)
-            # Also those of older checkpoints that are kept, which would be deleted otherwise.
+            # Also parts of older checkpoints that are kept, which would be deleted otherwise.
             self.lease.save_work(links, attempt=self.number, apart=parts_elsewhere(self.work))
             self._uploaded = newest
         except FileNotFoundError:  # removed meanwhile, because a newer one is complete: the next look finds that

@@ -261,7 +261,7 @@ def _check_headline(loaded: Mapping[str, Any], headline: str) -> None:
         known += [measure_name(name, metric, found) for metric in one.aggregation() for found in filters]
     for name, group in loaded["groups"].items():
         known += [f"{name}/{one.metric}" for one in group.aggregate_metric_list or ()]
-    of_group = f"{task}/{measure.partition('/')[0]}" if task in loaded["groups"] else ""  # whatever its filter
+    of_group = f"{task}/{measure.partition('/')[0]}" if task in loaded["groups"] else ""  # with any filter
     if not headline or headline in known or of_group in known:
         return
     rule = f"is no measure of these tasks ({', '.join(known)})"
@@ -334,7 +334,7 @@ class EngineLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
             return repr(sorted(asked[place][1].items()))
 
         for place in {options_of(place): place for place in range(len(asked))}.values():
-            _sampling(self._engines, asked[place][1])  # a document may have options of its own
+            _sampling(self._engines, asked[place][1])  # a document may have different options
         eos = self.tokenizer.decode(self.eot_token_id, skip_special_tokens=False)
         with self._engines.sampler() as sampler:
             for _, group in groupby(sorted(range(len(asked)), key=options_of), key=options_of):

@@ -194,7 +194,7 @@ def owner_tags() -> dict[str, str]:
 
 
 OWNER_TAG = "rlhf.owner"
-"""Tag of a run with those of its process in JSON, so that the page of the run does not begin with them."""
+"""Tag of a run with the facts of its process in JSON, so that the page of the run does not begin with them."""
 
 
 def in_one_tag() -> dict[str, str]:
@@ -204,7 +204,7 @@ def in_one_tag() -> dict[str, str]:
 
 
 def from_tags(values: Mapping[str, str]) -> Owner | None:
-    """The owner that `owner_tags` described, in one tag or several; None if the run is not one of ours.
+    """The owner that `owner_tags` described, in one tag or several; None if the run is not ours.
 
     It never expires: the tags have no heartbeat, so whether a process of another machine is alive cannot be decided.
     """

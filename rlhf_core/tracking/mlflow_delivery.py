@@ -31,7 +31,7 @@ ATTEMPT_TAG = "attempt"
 NOTE_TAG = "mlflow.note.content"
 PARENT_TAG = "mlflow.parentRunId"
 STAGES_TAG, STAGE_TAG = "rlhf.stages", "stage."
-"""Tag of a pipeline's run with the runs of its stages by label, in JSON; beginning of a tag with one of them."""
+"""Tag of a pipeline's run with the runs of its stages by label, in JSON; beginning of a tag with a single run."""
 KIND = {"mlflow.experimentKind": "custom_model_development"}
 """Tag that shows an experiment on MLflow's training pages instead of those for applications."""
 TABLES_TAG = "mlflow.loggedArtifacts"
@@ -40,7 +40,7 @@ VERSIONS_TAG = "mlflow.modelVersions"
 
 _NOT_IN_METRICS = re.compile(r"[^\w.\- :/]")
 """Characters that MLflow refuses in the name of a metric, and with it all metrics of the request: `pass@1` has one."""
-_RUN_LINK = re.compile(r"\(runs:/([0-9a-f]{32})")  # as `run_url` writes it where there is no server
+_RUN_LINK = re.compile(r"\(runs:/([0-9a-f]{32})")  # as `run_url` writes it without a server
 METRICS_PER_REQUEST = 1000  # limit of `log_batch`
 PARAMS_PER_REQUEST = 100  # limit of `log_batch`
 DATASET_DIGEST = 32

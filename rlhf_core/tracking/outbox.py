@@ -114,7 +114,7 @@ class Outbox:
             self._condition.notify_all()
         self._thread.join(timeout=timeout_s)
         with self._condition:
-            left = len(self._queue)  # what was under way when the time was up may have arrived since
+            left = len(self._queue)  # records in flight when the time was up may have arrived since
             if not left:
                 self._path.unlink(missing_ok=True)
             self._file.close()

@@ -53,7 +53,7 @@ def close_runs(uri: str, flow_runs: Sequence[str]) -> None:
                     client.set_tag(run.info.run_id, "state.message", "a later run has finished it")
                     if run.info.status == "SCHEDULED":  # nothing is left to wait for
                         client.set_terminated(run.info.run_id, status="FINISHED", end_time=run.info.end_time)
-    except Exception as error:  # the run has finished, whatever its page shows
+    except Exception as error:  # the run has finished, even if its page does not show it
         logger.warning("tracking: earlier runs may be shown as unfinished: %s", error)
 
 

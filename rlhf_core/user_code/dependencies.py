@@ -1,6 +1,6 @@
-"""Find and hash the user's code that decides a result: the file that is configured and all user modules it reaches.
+"""Find and hash the user's code that decides a result: the configured file and all user modules that it reaches.
 
-User modules are those that are neither in the standard library, nor in installed packages, nor in this program: they
+User modules are neither in the standard library, nor in installed packages, nor in this program: they
 change between runs without a change of version. They are found without importing anything.
 """
 

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 Parameters: TypeAlias = Mapping[str, Parameter]
 LOAD_TIMEOUT_S = 120.0  # as for the processes of rewards
 _SIGNATURE = ("__signature__", "__wrapped__", "__defaults__", "__kwdefaults__", "__code__", "__call__")
-"""Attributes that change the parameters of what has them."""
+"""Attributes that change the parameters of their object."""
 
 
 def parameters_of(spec: str, *, key: str = "callable") -> Parameters | None:

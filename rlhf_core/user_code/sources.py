@@ -1,4 +1,4 @@
-"""Find and read the modules of a user: those that are neither in the standard library, nor in installed packages, nor in
+"""Find and read the modules of a user, which are neither in the standard library, nor in installed packages, nor in
 this program. They change between runs without a change of version. Nothing is imported for it.
 """
 

@@ -162,7 +162,7 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
             watch = _watch_of(sys._getframe(1))
             if watch is not None:
                 _EVENTS[event](watch, *arguments)
-        except Exception:  # an error here would be one of the user's code, and this is only a note
+        except Exception:  # an error here would count as the user's, and this is only a note
             return
 
 
@@ -271,7 +271,7 @@ def _uses(tree: ast.Module, own: frozenset[str]) -> list[tuple[str, str, int]]:
 
 
 def _meanings(name: str) -> Iterator[tuple[str, str]]:
-    """Yield the action of `name`, if it is one of `USES`, and the name to show."""
+    """Yield the action of `name`, if `USES` has it, and the name to show."""
     for what, patterns in USES.items():
         for pattern in patterns.split():
             if fnmatchcase(name, pattern) and not name.endswith(".load_state_dict"):

@@ -31,10 +31,10 @@ def math_reward(
 ) -> list[float | None]:
     r"""Score 1.0 if the answer's final expression equals the label's, else 0.0.
 
-    The label is LaTeX or plain, in `\boxed{}` or `$...$` or bare. None where there is no label, where it is a table or a list of
-    texts or cannot be read as mathematics, and where reading or comparing takes longer than `timeout_s` (a comparison that never
-    ends inside one C call ends with the process's own deadline). RewardError outside the main thread: the deadline is a
-    signal.
+    The label is LaTeX or plain, in `\boxed{}` or `$...$` or bare. None where the label is missing, where it is a table
+    or a list of texts or cannot be read as mathematics, and where reading or comparing takes longer than `timeout_s` (a
+    comparison that never ends inside one C call ends with the process's own deadline). RewardError outside the main
+    thread: the deadline is a signal.
     """
     if threading.current_thread() is not threading.main_thread():
         raise RewardError(

@@ -50,8 +50,8 @@ def json_schema(
 ) -> list[float | None]:
     """Score 1.0 if the answer is JSON, bare or in its last code fence, that fits `schema`, else 0.0.
 
-    Without `schema` each label is one; None where there is no label, DataError where it is no schema, or one that asks for
-    nothing. Nothing is fetched for a `$ref` elsewhere.
+    Without `schema` each label is one; None where the label is missing, DataError where it is no schema, or one without
+    requirements. Nothing is fetched for a `$ref` elsewhere.
     """
     jsonschema, referencing = needed("jsonschema", "jsonschema"), needed("referencing", "referencing")
 

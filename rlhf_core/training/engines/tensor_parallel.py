@@ -1,7 +1,7 @@
 """Use DeepSpeed's tensor parallelism (AutoTP), which splits every attention and MLP weight over the ranks of a group.
 
 Every rank of a group gets the same samples. Embeddings, norms and the LM head stay whole on every rank, and their
-gradients are the same on all ranks: between two split layers there are only a rank's own heads, and the inputs and
+gradients are the same on all ranks: between two split layers a rank sees only its own heads, and the inputs and
 outputs of that region are summed over the group. For a whole parameter *inside* the region, each rank has the gradient
 of its own heads only. Qwen3 and Gemma 3 have such parameters, the norms of queries and keys over the width of one head,
 and their gradients are summed over the group too. A model with any other such parameter is refused.
@@ -118,7 +118,7 @@ def whole_layers(module: nn.Module, tensors: Sequence[Tensor]) -> Iterator[None]
     """Gather on every rank, inside this context, all parts of the layers of `module` with one of `tensors`."""
     parts = []
     wanted = {id(tensor) for tensor in tensors}
-    layers: list[Any] = list(module.modules())  # those of AutoTP have `gather_params`
+    layers: list[Any] = list(module.modules())  # layers of AutoTP have `gather_params`
     for layer in layers:
         own = list(layer.parameters(recurse=False))
         if hasattr(layer, "gather_params") and not wanted.isdisjoint(map(id, own)):
