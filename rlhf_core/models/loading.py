@@ -253,7 +253,7 @@ def export_model(
     """Write `model` in Hugging Face layout (safetensors, LoRA merged) with the tokenizer of `tokenizer_from`.
 
     The adapters of a causal LM are also written separately to `adapter/`. The same weights give the same bytes. Host memory
-    holds one weight at a time. Where ranks have parts of the weights, every rank must call it with its `stream`, and one
+    holds one weight at a time. If ranks have parts of the weights, every rank must call it with its `stream`, and one
     of them with `write`.
     """
     stream = WeightStream(model) if stream is None else stream

@@ -1,4 +1,4 @@
-"""Find models in folders and installed Python packages, without torch: keys of them are made before engines load."""
+"""Find models in folders and installed Python packages, without torch: their keys are computed before engines load."""
 
 import importlib.util
 import re
