@@ -1,7 +1,7 @@
 """Find the function that may lack a `return`, once a reward function has returned None for an answer.
 
-None in so many words says that a reward does not apply. A function that ends without `return` gives the same None, and most
-often by mistake.
+An explicit None means that a reward does not apply. A function that ends without `return` also returns None, usually by
+mistake.
 """
 
 import ast

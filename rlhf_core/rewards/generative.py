@@ -19,8 +19,8 @@ class GenerativeModel:
     """A `Reward` that asks a frozen policy about each answer, and compares the log-probs of the replies in `verdicts`.
 
     A question that is longer than the `longest` row of the model is a failure of that answer, and RewardError for
-    `on_failure = "fail"`. Logs `mass`, the mean over the questions of the probability of all verdicts together: near 0 the
-    policy would say something else, and the rewards mean little.
+    `on_failure = "fail"`. Logs `mass`, the mean over the questions of the probability of all verdicts together: near 0
+    the policy would reply something else, and the rewards mean little.
     """
 
     name: str

@@ -141,9 +141,9 @@ _PLACE = re.compile(r"\{(prompt|completion|label|rubric|criterion|answers)\}")
 class Judge(Worker):
     """A `Reward` that sends one request per generation, criterion or group; `BatchedReward` runs `concurrency` at a time.
 
-    Requests are retried with exponential backoff, and a reply without a score, or with one outside of the range, is answered
-    with a request for one. Raises BatchFailed for an answer or a group that stays without. The order in which a group is
-    shown follows from `seed` and the prompt.
+    Requests are retried with exponential backoff, and after a reply without a score, or with one outside of the range,
+    the model is asked for one. Raises BatchFailed for an answer or a group that never gets a score. The order in which
+    a group is shown follows from `seed` and the prompt.
     """
 
     name: str

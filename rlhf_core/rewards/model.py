@@ -2,9 +2,9 @@
 
 Check reward models from outside: the contents that their folders need, and the probes of their contracts.
 
-One of ours is a decoder with a linear head `score` of one output, read at a sequence's last token, and a tokenizer with a
-chat template. `AutoModelForSequenceClassification` writes such folders, and so does OpenRLHF, which leaves the number of
-outputs out of `config.json`.
+A reward model of ours is a decoder with a linear head `score` of one output, read at a sequence's last token, and a
+tokenizer with a chat template. `AutoModelForSequenceClassification` writes such folders, and so does OpenRLHF, which
+leaves the number of outputs out of `config.json`.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _contract_in(folder: Path, kind: str, rule: str) -> Iterator[dict[str, Any]]
 
 
 def verify_contract(trainer: Trainer, contract: Contract) -> None:
-    """Score the probe sequences again; ArtifactError if a score moved: wrong head, wrong padding, other weights."""
+    """Score the probe sequences again; ArtifactError if a score differs: wrong head, wrong padding, other weights."""
     check_scores("reward_model", trainer.scores(contract.probe), contract.probe_scores)
 
 
@@ -188,7 +188,7 @@ class ProcessContract:
 
 
 def verify_process_contract(trainer: Trainer, contract: ProcessContract) -> None:
-    """Score the probes' steps again; ArtifactError if a score moved: wrong head, wrong padding, other weights."""
+    """Score the probes' steps again; ArtifactError if a score differs: wrong head, wrong padding, other weights."""
     found, expected = trainer.step_scores(contract.probe), contract.probe_scores
     scores = [score for row in found for score in row]
     check_scores("process_reward_model", scores, [score for row in expected for score in row])

@@ -316,7 +316,7 @@ def _name(function: Callable[..., Any]) -> str:
 
 
 def _said(generations: Sequence[Generation], protocol: Protocol) -> dict[str, Any]:
-    """Prompts and completions, as messages or as text."""
+    """Convert prompts and completions to messages or to text."""
     talks = [protocol == "trl_messages" or (protocol == "trl" and one.prompt.conversational) for one in generations]
     prompts, completions = [], []
     for one, talk in zip(generations, talks, strict=True):

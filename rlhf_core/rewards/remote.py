@@ -1,4 +1,4 @@
-"""Call reward servers by OpenRLHF's contract: POST `query`, `prompts`, `labels`; back come `rewards`.
+"""Call reward servers by OpenRLHF's contract: POST `query`, `prompts`, `labels`; the response has `rewards`.
 
     {"query": ["2+2? 4"], "prompts": ["2+2? "], "labels": ["4"]}  ->  {"rewards": [1.0], "extra_logs": {"hits": 1.0}}
 

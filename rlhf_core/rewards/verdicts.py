@@ -1,8 +1,8 @@
 """Read the score in a judge's reply: numbers as people write them, and fields of JSON objects.
 
 A number is a score only if the text around it is understood: its scale, words that begin an explanation, and other
-numbers, which must be counts or parts of the answer. Two scores that differ, a score of something else, another scale
-or a number after the score that nothing explains have a second reading: then the judge is asked again.
+numbers, which must be counts or parts of the answer. A reply is ambiguous with two different scores, a score of
+something else, another scale or an unexplained number after the score: then the judge is asked again.
 """
 
 import json
@@ -260,7 +260,7 @@ def read_number(text: str, *, low: float, high: float) -> float:
 
 
 def _refuse_others(after: str, value: float, low: float, high: float) -> None:
-    """Raise ValueError for a number after the score `value` that nothing explains: it may be another score."""
+    """Raise ValueError for an unexplained number after the score `value`: it may be another score."""
     text = _unmarked(f"{value:g} {after}")
     for statement in _STATEMENT.split(_NUMBERS.sub(" ", text) if _FIRST.search(text) else text):
         rest = _OTHER_NUMBER.sub(" ", _COUNT.sub(" ", statement))

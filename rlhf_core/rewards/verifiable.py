@@ -1,6 +1,6 @@
 """Rewards that a program can check: numbers, exact answers and formats. Each is a `RewardFunction`.
 
-All but the format rewards compare with `prompt.label` and raise ValueError where a prompt has none, or one that says nothing.
+All but the format rewards compare with `prompt.label` and raise ValueError where a prompt has none, or an empty one.
 They return None where the label is a table or a list of texts.
 """
 

@@ -53,7 +53,7 @@ def expected_texts(label: str) -> tuple[str, ...]:
 
 
 def normalized(text: str, *, ignore_case: bool = True) -> str:
-    """A text without differences of spelling: white space, a final period, `42.0` for 42, and characters (`fold`).
+    """Normalize the spelling of a text: white space, a final period, `42.0` to 42, and characters (`fold`).
 
     >>> normalized(" \u2212Five. "), normalized("42.0")
     ('-five', '42')

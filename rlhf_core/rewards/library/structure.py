@@ -1,4 +1,4 @@
-"""Rewards of form: thoughts in their tags, and JSON that fits a schema."""
+"""Rewards for format: thoughts in their tags, and JSON that fits a schema."""
 
 from __future__ import annotations
 
