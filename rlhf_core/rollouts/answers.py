@@ -59,7 +59,7 @@ DrawAnswers = Callable[[int, Pool], tuple[list[Generation], Pool]]
 
 
 def expect_weights(engine: Sampler) -> None:
-    """Note that the engine gets weights before it samples again."""
+    """Note that the engine receives new weights before it samples again."""
     if isinstance(engine, SleepingSampler):
         engine.expect_weights()
 
@@ -67,8 +67,8 @@ def expect_weights(engine: Sampler) -> None:
 class OnPolicySampler:
     """Samples each step on request, with the weights that were loaded last: `load_weights` before each `generate`.
 
-    A step that the same policy (by digest) sampled and the log has, since a run was killed, is taken from the log. With
-    `once`, each weights sample one step, and nothing but `generate` samples that step.
+    After a killed run, a step that the same policy (by digest) has sampled is read from the log. With `once`, each set
+    of weights samples one step, and only `generate` samples that step.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class OnPolicySampler:
         return result
 
     def expect_weights(self) -> None:
-        """Note that other weights are loaded before more is sampled: engines need not keep theirs while models train."""
+        """Note that new weights are loaded before the next sampling, so engines may drop theirs while models train."""
         expect_weights(self._engine)
 
     def save(self, folder: Path) -> None:
@@ -127,7 +127,7 @@ class OnPolicySampler:
 
 
 def note_drawn(band: BandOrder | None, step: int, generations: Sequence[Generation]) -> None:
-    """Tell the order of the prompts which of them a step drew that is not sampled again."""
+    """Tell the order of the prompts which prompts a step has drawn if that step is not sampled again."""
     if band is not None:
         band.note_drawn(step, [one.prompt for one in generations])
 
@@ -435,7 +435,7 @@ class AheadSampler:
     def load_weights(self, weights: Callable[[], Weights], *, version: int) -> None:
         """Request with these weights all steps up to `version + staleness` that were not requested yet.
 
-        Near the end of the training there are none, and the weights are not sent.
+        Near the end of the training no step is left, and the weights are not sent.
         """
         end = min(version + self._staleness + 1, self._steps)
         if self._requested >= end:
@@ -504,7 +504,7 @@ StepSampler: TypeAlias = OnPolicySampler | AheadSampler
 
 
 class Background:
-    """One thread for all jobs. After a failed job none runs: every later call raises its error.
+    """One thread for all jobs. After a job has failed, no other runs: every later call raises its error.
 
     The jobs' own calls into workers have deadlines, so a wait for a job ends: with its result, its failure, or the end of
     the thread.
