@@ -60,7 +60,7 @@ def connect(cores: int) -> bool:
 
 
 def connect_again(cores: int) -> bool:
-    """Connect as `connect` does after Ray was lost: a head at `RAY_ADDRESS` has RECONNECT_TIMEOUT_S to come back."""
+    """Reconnect like `connect` after Ray was lost: a head at `RAY_ADDRESS` has RECONNECT_TIMEOUT_S to come back."""
     return until_possible(lambda: connect(cores), timeout_s=RECONNECT_TIMEOUT_S)
 
 
@@ -192,7 +192,7 @@ def _start(cores: int) -> None:
 
 @contextmanager
 def _out_of_the_terminal() -> Iterator[None]:
-    """Let processes started inside outlive a terminal that goes: they end with this one, after it has saved."""
+    """Let processes started inside survive a closed terminal: they end with this process, after it has saved."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     try:
         yield

@@ -1,4 +1,4 @@
-"""Provide the `Trainer` and the `Sampler` that a stage uses and whose work Ray workers do."""
+"""Provide the `Trainer` and the `Sampler` of a stage, backed by Ray workers."""
 
 from __future__ import annotations
 
@@ -127,14 +127,14 @@ class RayTrainer:
         return next(filter(None, self._call("damage", readable)), "")
 
     def export(self, folder: Path) -> None:
-        """Write the model; if rank 0 is on another node, its files are fetched."""
+        """Write the model; if rank 0 is on another node, its files are downloaded."""
         place, away = self._placed(folder)
         self._call("export", place if place and away else folder)
         if place and 0 in away:
             place.receive(self._workers.moved(0, place.inside))
 
     def _placed(self, folder: Path) -> tuple[NodeFolder | None, list[int]]:
-        """The folder as other nodes find it, and the ranks that are on other nodes."""
+        """The folder in the form that other nodes resolve, and the ranks that are on other nodes."""
         place = named(folder)
         return place, self._workers.away(self._role, place)
 

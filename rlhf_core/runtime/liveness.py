@@ -47,7 +47,7 @@ def greet(address: str) -> None:
 
 
 class CallHangs(TimeoutError):
-    """A call did not return in time; its thread still waits."""
+    """A call timed out; its thread is still blocked."""
 
 
 def within(seconds: float, call: Callable[[], T], *, lasting: bool = False) -> T:

@@ -2,8 +2,8 @@
 
 Ray fills one GPU with fractions before it uses the next, so two ranks of half a GPU each would share one. Fractions are
 therefore taken from bundles of a whole GPU, which hold at most one train worker and one engine. Ray has no fractions of
-several GPUs: where an engine shares several, its bundle has them all, each train worker there takes one, and the engine,
-which takes none, is told which they are.
+several GPUs: where an engine shares several, its bundle has them all, each train worker there takes one, and the
+engine, which reserves none, receives their numbers.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Open samplers from their configuration, and reuse a warm one where only the weights differ."""
+"""Open samplers from their configuration, and reuse a warm one if only the weights differ."""
 
 from importlib import import_module
 from pathlib import Path

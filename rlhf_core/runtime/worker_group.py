@@ -90,7 +90,7 @@ class WorkerGroup:
             return list(self._gather(role, method, refs).values())
 
     def fetch(self, role: str, place: NodeFolder | None) -> None:
-        """Let the nodes of all actors get the files of a place, however long that takes."""
+        """Let the nodes of all actors download the files of a place, without a time limit."""
         if place is None:
             return
         self.call(role, "fetch", place)
@@ -152,7 +152,9 @@ class WorkerGroup:
         return ray.put(value)
 
     def share(self, sequences: Sequences) -> SharedSequences:
-        """Put the arrays of sequences into the object store, each once. Those put together stay until the last one goes."""
+        """Put the arrays of sequences into the object store, each once. Arrays that were put together are freed
+        together.
+        """
         arrays = {id(values): values for values in sequences.arrays}
         if missing := [values for number, values in arrays.items() if number not in self._shared]:
             self._note(missing, self.put(missing))
