@@ -138,7 +138,7 @@ class PolicyFolder:
         return cls(policy, Decoder(tokenizer, ends=stops), stops, int(text_config["vocab_size"]), max_model_len)
 
     def check(self, requests: Sequence[SamplingRequest], sampling: SamplingConfig) -> None:
-        """Raise SamplingError, naming the request, if one does not fit."""
+        """Raise SamplingError, naming the request, if a request does not fit."""
         check_requests(
             requests, vocab_size=self.vocab_size, max_tokens=sampling.max_tokens, max_model_len=self.max_model_len
         )
