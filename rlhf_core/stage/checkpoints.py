@@ -5,7 +5,7 @@ writers, seals the folder and removes old checkpoints. At most one checkpoint is
 
 `write_part` creates the note `.writing-<part>` in the folder before it returns. The writer holds a lock on it, which
 the system drops if the process dies. The note is removed when the part is whole; if writing fails, it is renamed to
-`.failed-<part>` and holds the reason.
+`.failed-<part>` and contains the reason.
 """
 
 from __future__ import annotations

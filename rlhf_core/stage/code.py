@@ -117,7 +117,7 @@ def _users_module(path: Path, name: str, content: bytes) -> list[Any]:
 
 
 def _imports(tree: ast.Module, path: Path, name: str) -> list[str]:
-    """The imports of a module that run, in order."""
+    """The import statements of a module that run, in order."""
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     nodes = list(ast.walk(tree))
     imports = imported_names(_nodes_that_run(tree), package)
@@ -127,7 +127,7 @@ def _imports(tree: ast.Module, path: Path, name: str) -> list[str]:
 
 
 def _nodes_that_run(tree: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of a tree but for those below `if TYPE_CHECKING`, whose imports only a type checker reads."""
+    """The nodes of a tree except those below `if TYPE_CHECKING`, whose imports only a type checker reads."""
     yield tree
     for child in ast.iter_child_nodes(tree):
         if isinstance(child, ast.If) and isinstance(child.test, ast.Name) and child.test.id == "TYPE_CHECKING":

@@ -127,7 +127,7 @@ class StageContext:
     def model(
         self, ref: ArtifactRef, head: Literal["lm", "score", "value"] = "lm", *, lora: LoraConfig | None = None
     ) -> ModelSpec:
-        """A model among the inputs, to be trained or asked."""
+        """The specification of a model among the inputs, for training or inference."""
         return ModelSpec(str(self.path(ref)), head, lora, self.seed)
 
     @property

@@ -209,8 +209,8 @@ def _may_go_on(past: Sequence[attempts.Attempt]) -> bool:
 def remember(store: ArtifactStore, spec: StageSpec, target: Target, *, is_hit: bool = False) -> None:
     """Save the stage's key, payload and code under its label, so that the next decision can name the changes.
 
-    A hit does not read a label again that this node has just noted. A disk that cannot be written is logged: only reasons
-    depend on it.
+    On a hit, a label that this node has just noted is not read again. A disk that cannot be written is only logged,
+    because only reasons depend on it.
     """
     table = {"label": spec.label, "key": target.key, "payload": target.payload, "code": target.code}
     noted = json.loads(json.dumps(table))

@@ -98,7 +98,7 @@ def goes_on(error: BaseException) -> bool:
 
 
 def ask(why: str) -> None:
-    """Request the running stage, and all after it, to save and end."""
+    """Request that the running stage, and all stages after it, save and end."""
     global _reason
     _reason = why
     _asked.set()
@@ -136,7 +136,7 @@ def terminations() -> tuple[signal.Signals, ...]:
 
 
 def leave_lost_terminal() -> None:
-    """Send the output to nowhere if its terminal has gone: each write would be an error, which would end the stage."""
+    """Redirect the output to nowhere if its terminal is gone; otherwise the next write would end the stage."""
     for number in _TERMINALS:
         if not os.isatty(number):
             os.dup2(os.open(os.devnull, os.O_WRONLY), number)
