@@ -1,4 +1,4 @@
-"""The address of a bucket: S3 and servers that speak its language, Google Cloud Storage, Azure, through `obstore`.
+"""The address of a bucket: S3 and compatible servers, Google Cloud Storage, Azure, through `obstore`.
 
 Credentials, region and endpoint come from the environment or the machine's role, under the names of the providers' own tools
 (docs/cluster.md).
@@ -108,7 +108,9 @@ def open_bucket(uri: str, *, is_first: bool = False) -> Any:
 
 
 def _check_credentials(uri: str) -> None:
-    """Raise ConfigError if neither the environment nor the machine's role has credentials; clients search for minutes."""
+    """Raise ConfigError without credentials in the environment or the machine's role; clients would search for
+    minutes.
+    """
     pattern, variable = _CREDENTIALS[uri.partition("://")[0]]
     if any(re.fullmatch(pattern, name) for name in os.environ):
         return
@@ -123,7 +125,7 @@ def _check_credentials(uri: str) -> None:
 
 @cache
 def _find_roles(address: tuple[str, int]) -> None:
-    """Connect to the server of roles, once in a process; a failure is not remembered."""
+    """Connect to the metadata server of roles, once per process; a failure is not cached."""
     socket.create_connection(address, _ROLES_TIMEOUT_S).close()
 
 

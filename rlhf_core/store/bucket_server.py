@@ -1,4 +1,4 @@
-"""The requests of a bucket store through `obstore`: S3 and servers that speak its language, Google Cloud Storage, Azure."""
+"""The requests of a bucket store through `obstore`: S3 and compatible servers, Google Cloud Storage, Azure."""
 
 import json
 import secrets
@@ -29,7 +29,7 @@ PROBES = (
 
 
 class AccessRefused(ArtifactError):
-    """The server does not let this user do it; the same request would fail again."""
+    """The server denies this user the request; a retry would fail again."""
 
 
 class ObstoreServer:
@@ -146,7 +146,7 @@ def probe(uri: str) -> None:
 
 
 def _failed_probe(server: ObstoreServer, name: str) -> str:
-    """Try four conditional puts; the first promise that the server does not keep, or ""."""
+    """Try four conditional puts; describes the first one that the server handles wrongly, or ""."""
     one, two, three, four = (pack({"n": number}) for number in range(1, 5))
     _is_done(server, name, one, None)
     if _is_done(server, name, two, None):
@@ -160,7 +160,7 @@ def _failed_probe(server: ObstoreServer, name: str) -> str:
 
 
 def _is_done(server: ObstoreServer, name: str, content: bytes, expected: str | None) -> bool:
-    """True if the server carries out a put on this condition. If the response is lost, the client asks again in vain."""
+    """True if the server executes a put with this condition, even if the response to a first try was lost."""
     try:
         server.put(name, content, expected)
     except Conflict:

@@ -29,7 +29,7 @@ KEEP_DAYS_WHILE_RUNNING = 7.0
 
 
 def check_days(keep_days: float) -> None:
-    """Raise ArtifactError if results cannot be kept for so many days; NaN is less than nothing."""
+    """Raise ArtifactError if `keep_days` is negative or NaN."""
     if not keep_days >= 0:
         raise ArtifactError("keep_days", keep_days, "must be 0 or more", "to keep everything, do not run gc")
 
@@ -48,7 +48,7 @@ def note_use(store: Store, found: StoredTable | None) -> bool:
 
 
 def _used(value: dict[str, Any]) -> dict[str, Any]:
-    """The same value: writing it makes the table young. Raises Gone if a collection was faster."""
+    """An unchanged value: writing it resets the table's age. Raises Gone if a collection was faster."""
     if not value.get("record"):
         raise Gone("a collection has removed the record")
     return value

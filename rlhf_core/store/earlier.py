@@ -101,7 +101,7 @@ class EarlierBucketStore(BucketStore):
         return dict.fromkeys(self._earlier_names(prefix), _EARLIER) | super().versions(prefix)
 
     def problem(self, digest: str, *, deep: bool = False) -> str:
-        """An object that lies at the earlier place has no problem."""
+        """The damage of an object, "" for an object that lies at the earlier place."""
         said = super().problem(digest, deep=deep)
         return "" if said and f"objects/{digest}.json" in self._earlier_times() else said
 
@@ -195,7 +195,7 @@ class EarlierBucketStore(BucketStore):
 
 
 def _table(name: str, read: Callable[[str], File | None], children: Callable[[str], list[str]]) -> StoredTable | None:
-    """The table that the files with schema 1 amount to; None without any."""
+    """Build the table that corresponds to the files with schema 1; None without any."""
     kind, _, rest = name.partition("/")
     if kind == "keys":
         value, written = _key(rest, read)

@@ -143,7 +143,7 @@ def load_entries(file: Path) -> dict[str, list[Any]]:
 
 
 def save_entries(file: Path, entries: Mapping[str, list[Any]]) -> None:
-    """Replace an index file. A user who may not write there goes without."""
+    """Replace an index file. Without write permission it is skipped."""
     content = json.dumps(entries)
     try:
         write_text(file, f"{_heading(content)}\n{content}", durable=False)

@@ -1,7 +1,7 @@
 """The roots of a store, which a collection keeps with everything that they were made from: pins, and the needs of waiting runs.
 
-A run that waits for people may wait for longer than unused results are kept. So an open question, a stage that has halted
-(people are to judge, or the time or the money was spent), and the finished stages of a run that waits are roots.
+A run that waits for people may wait for longer than unused results are kept. So an open question, a stage that has
+halted (for judgments of people, or out of time or budget), and the finished stages of a run that waits are roots.
 """
 
 import re
