@@ -250,7 +250,9 @@ def _loaded(manager: TaskManager, tasks: Sequence[str]) -> Mapping[str, Any]:
 
 
 def _check_headline(loaded: Mapping[str, Any], headline: str) -> None:
-    """Raise ConfigError for a measure that these tasks cannot have. Names that a task makes up as it runs are not known."""
+    """Raise ConfigError for a measure that these tasks cannot have. Names that a task creates at run time are
+    unknown.
+    """
     task, _, measure = headline.partition("/")
     known: list[str] = []
     for name, one in loaded["tasks"].items():

@@ -1,4 +1,6 @@
-"""Make the report over all suites: tables of policies by suites, by slice, and the worst regressions, as one HTML page."""
+"""Render the report over all suites as one HTML page: tables of policies by suites, by slice, and the worst
+regressions.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
