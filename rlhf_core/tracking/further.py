@@ -128,7 +128,7 @@ class FurtherTrackers:
         self._open[name, key].metrics(step, values)
 
     def _tried(self, name: str, act: Callable[[], None]) -> None:
-        """Act; after an error the tracker gets nothing more from this run."""
+        """Call an action of a tracker; after an error, that tracker is skipped for the rest of this run."""
         if name in self._failed:
             return
         try:

@@ -39,9 +39,10 @@ def find_run(uri: str, wanted: str) -> TrackedRun | None:
 
 
 def close_runs(uri: str, flow_runs: Sequence[str]) -> None:
-    """Tag the runs of these Prefect runs that have not finished as closed: a later run has finished their work.
+    """Tag the unfinished MLflow runs of these Prefect runs as closed, because a later run has finished their work.
 
-    MLflow's status is how a process ended, which stays unless the run waits. A tracker that does not answer is logged.
+    MLflow's status records how a process ended; it is kept unless the run waits. A tracker that does not answer is
+    logged.
     """
     try:
         client = open_client(uri)

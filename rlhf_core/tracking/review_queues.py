@@ -100,7 +100,7 @@ class JudgedItem:
 
 @dataclass(frozen=True, slots=True)
 class ReviewPage:
-    """All that a page for a queue shows."""
+    """The content of a page for a queue."""
 
     instruction: str
     options: tuple[str, ...]
