@@ -400,7 +400,7 @@ def move_to_turns(rewards_BT: Tensor, turns: Sequence[Sequence[ActionSpan]], wei
 
 
 def _kl_metrics(blocks: Sequence[PaddedAnswers]) -> Metrics:
-    """How far the policy is from the reference; {} without one."""
+    """Distance of the policy from the reference; {} without a reference."""
     if "ref_logprobs" not in blocks[0].experience.sequences.fields:
         return {}
     tokens = sum(block.mask_BT.sum() for block in blocks)

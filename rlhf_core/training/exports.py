@@ -22,7 +22,9 @@ def export_folder(artifact: Path, step: int) -> Path:
 
 @dataclass(frozen=True)
 class Exports:
-    """The models after `steps`, kept in the folder `work` until the training ends: a resumed one has those from before."""
+    """The models after `steps`, kept in the folder `work` until the training ends; a resumed training keeps earlier
+    ones.
+    """
 
     steps: Collection[int]
     work: Path

@@ -28,19 +28,19 @@ LookAhead: TypeAlias = Callable[[Trainer, Sequence[Any]], tuple[Objective, list[
 
 @runtime_checkable
 class Carried(Protocol):
-    """A look-ahead that remembers something from step to step, which checkpoints keep."""
+    """A look-ahead with state that is kept from step to step, and in checkpoints."""
 
     def __call__(self, trainer: Trainer, samples: Sequence[Any]) -> tuple[Objective, list[Any]]:
-        """Look at a training step."""
+        """Process the samples of a training step."""
 
     def evaluated(self, trainer: Trainer, samples: Sequence[Any]) -> tuple[Objective, list[Any]]:
-        """Look at an evaluation, and remember nothing of it."""
+        """Process the samples of an evaluation, without changing the state."""
 
     def state(self) -> Mapping[str, Any]:
         """Its state as JSON values."""
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Remember the `state` of a checkpoint."""
+        """Restore the `state` of a checkpoint."""
 
 
 @dataclass(frozen=True)

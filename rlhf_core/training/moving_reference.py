@@ -78,7 +78,7 @@ class MovingReference:
             shutil.copytree(self._folder, checkpoint / IN_CHECKPOINT, copy_function=_link)
 
     def load(self, checkpoint: Path) -> None:
-        """Go back to the weights of a checkpoint."""
+        """Restore the weights of a checkpoint."""
         shutil.rmtree(self._folder, ignore_errors=True)
         self._moved = (checkpoint / IN_CHECKPOINT).is_dir()
         if self._moved:

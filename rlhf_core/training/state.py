@@ -239,7 +239,7 @@ LONGEST_WAIT = timedelta(days=1)
 
 
 def on_first_rank(work: Callable[[], None]) -> None:
-    """Call `work` on rank 0 while all other ranks wait for it. NCCL would end them after ten minutes, so Gloo is asked."""
+    """Call `work` on rank 0 while all other ranks wait. NCCL would end them after ten minutes, so Gloo waits."""
     group = dist.new_group(backend="gloo", timeout=LONGEST_WAIT)
     if dist.get_rank() == 0:
         work()

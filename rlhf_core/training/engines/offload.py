@@ -6,9 +6,9 @@ the storages are emptied and filled again, so that all their views, including De
 Keep the host memory that one training step frees for the next one.
 
 glibc returns a freed block of more than 32 MiB to the system at once, and smaller ones when the end of its heap is free.
-A training step on a CPU then writes gigabytes of fresh pages, each of which the system clears first. Kept, they stay with
-the process between its steps, and blocks of many sizes leave gaps between them, so its memory grows. It goes back where
-the machine has little left.
+A training step on a CPU then writes gigabytes of fresh pages, each of which the system clears first. If they are kept,
+they stay with the process between its steps, and gaps between blocks of many sizes make its memory grow. They are
+released when the machine has little memory left.
 """
 
 import ctypes
