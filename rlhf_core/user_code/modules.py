@@ -1,8 +1,8 @@
 """Load the functions and classes that a configuration names: `package.module:name` or `path/to/file.py:name`.
 
-Each load has fresh modules of the user's code, compiled from the bytes that were hashed: two files whose helpers have the
-same name, and a helper that is edited between two stages of one process, do not meet. A module keeps its name in
-`sys.modules`, where `pickle`, `dataclasses` and `typing` look it up, unless another load has taken it: then it is
+Each load has fresh modules of the user's code, compiled from the bytes that were hashed: two files whose helpers have
+the same name, and a helper that is edited between two stages of one process, do not conflict. A module keeps its name
+in `sys.modules`, where `pickle`, `dataclasses` and `typing` look it up, unless another load has taken it: then it is
 `name__2`. Import statements and `__import__` in user code go through `Modules`, in the builtins of its modules.
 """
 
@@ -121,7 +121,7 @@ class Modules:
         return found
 
     def _pickle_by_value(self) -> None:
-        """Have cloudpickle write functions of this load whole: a worker of joblib has no module of that name to import."""
+        """Make cloudpickle serialize functions of this load by value: a worker of joblib cannot import their module."""
         for pickler in filter(None, map(sys.modules.get, CLOUDPICKLE)):
             register = getattr(pickler, "register_pickle_by_value", None)
             for name, (owner, _) in list(_TAKEN.items()):

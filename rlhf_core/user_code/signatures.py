@@ -33,7 +33,7 @@ _SIGNATURE = ("__signature__", "__wrapped__", "__defaults__", "__kwdefaults__", 
 
 
 def parameters_of(spec: str, *, key: str = "callable") -> Parameters | None:
-    """Parameters of `package.module:function` or `file.py:function`. None if its file does not tell."""
+    """Parameters of `package.module:function` or `file.py:function`. None if they do not follow from the file alone."""
     module, name = user_modules(spec, key=key)[0], spec.rpartition(":")[2]
     if module.source.names is None:
         return None

@@ -70,7 +70,7 @@ class UserModule:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a module lies: its file (None: a namespace package) and the folders of its submodules."""
+    """Location of a module: its file (None: a namespace package) and the folders of its submodules."""
 
     file: Path | None
     folders: tuple[Path, ...] = ()

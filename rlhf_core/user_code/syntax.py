@@ -21,8 +21,8 @@ ANALYSES: dict[str, list[Any]] = {}
 def analysis_of(path: Path, name: str, content: bytes, analyse: Callable[[Path, str, bytes], list[Any]]) -> list[Any]:
     """Analysis of a module as JSON values: `analyse(path, name, content)`, unless this content was analysed before.
 
-    The path must count only by whether the module is a package. The code that analyses counts, since earlier versions of it
-    may have computed other digests.
+    `analyse` may use the path only to see whether the module is a package. The cache key includes the analyzing code,
+    since earlier versions of it may have computed other digests.
     """
     given = f"{_analyser(analyse.__code__.co_filename)} {analyse.__qualname__} {name} {path.name == '__init__.py'}\n".encode()
     key = hashlib.sha256(given + content).hexdigest()
