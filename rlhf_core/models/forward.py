@@ -203,7 +203,7 @@ def read_head(folder: Path) -> Tensor | None:
 
 
 def with_head(model: Any, folder: Path, *, seed: int, dtype: torch.dtype) -> nn.Module:
-    """Attach the scalar head of `folder` to `model`, or an initial one: as `score` of a classifier, else in a
+    """Attach the scalar head of `folder` to `model`, or an initial one: a classifier's `score`, else in a
     `ValueModel`.
     """
     head_1H = read_head(folder)

@@ -378,7 +378,7 @@ def shared_vocabulary(student: Path, teacher: Path, *, key: str = "teacher") -> 
 def check_same_tokens(policy: Path, other: Path, *, key: str) -> None:
     """Raise ConfigError, naming `key`, for a model in which an ID of the policy's tokenizer is another token.
 
-    IDs in only one of the vocabularies, and padding, do not count.
+    IDs that a single vocabulary has, and padding, do not count.
     """
     ours, theirs = (load_tokenizer(folder) for folder in (policy, other))
     tokens, others = ({number: token for token, number in one.get_vocab().items()} for one in (ours, theirs))

@@ -1,6 +1,4 @@
-"""Open a model of which every rank reads a part of each weight, without allocating weights before they are
-partitioned.
-"""
+"""Open a model of which every rank reads a part of each weight; weights use no memory until they are partitioned."""
 
 import logging
 import re

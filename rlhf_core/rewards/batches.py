@@ -306,7 +306,7 @@ class BatchedReward:
     it is halved again and again, down to the generations that fail alone: these become failures, the others are scored.
     Answers that are compared with each other stay together: if one fails, its group (or batch) fails.
     Cached generations are not scored again, and equal ones are scored once. The values of a
-    batch are kept as soon as it is settled: neither a kill nor a batch that fails later makes them be paid for again.
+    batch are kept once it is settled: neither a kill nor a batch that fails later makes them be paid for again.
     """
 
     name: str
@@ -385,9 +385,7 @@ def _may_pass(error: Exception) -> bool:
 
 
 def cut(generations: Sequence[Generation], size: int, *, compares: Compares) -> Sequence[Sequence[Generation]]:
-    """Split into batches of `size` generations. If answers are compared, batches have at least that many and keep
-    groups whole.
-    """
+    """Split into batches of `size` generations; if they are compared, of at least that many, with whole groups."""
     if compares == "batch":
         return [generations]
     if compares == "group":

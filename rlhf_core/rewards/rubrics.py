@@ -89,7 +89,7 @@ def weighted_share(criteria: Sequence[Criterion], met: Sequence[float]) -> float
 
 
 def check_rubrics(rewards: RewardsConfig | None, prompts: Sequence[Prompt], *, key: str) -> None:
-    """Raise ConfigError for a prompt that lacks the rubric read by one of the terms of its source."""
+    """Raise ConfigError for a prompt that lacks the rubric read by a term of its source."""
     for name, column, sources in columns_read(rewards):
         for prompt in prompts:
             if not sources or prompt.source in sources:

@@ -46,8 +46,7 @@ Components = Mapping[str, Sequence[float | None]]
 def compose(
     components: Components, composition: Composition, weights: Mapping[str, float], groups: Sequence[str]
 ) -> list[float | None]:
-    """Combine the components of each generation into one reward by the configuration; None if no term of `weights`
-    applies.
+    """Combine the components of each generation into one reward; None if no term of `weights` applies.
 
     `groups` names the prompt of each generation: generations with the same name form one group.
     """
@@ -233,9 +232,7 @@ class Scorer:
         return means | {_metric("reward_constant", name): float(same) for name, same in constant.items()}
 
     def failed(self) -> Counts:
-        """Count the failed answers of this step, out of all: episodes by their agent, and each
-        `rewards.terms.<name>`.
-        """
+        """The number of failed answers in this step, and of all: episodes by agent, and each `rewards.terms.<name>`."""
         return self._failed
 
     def state(self) -> dict[str, Any]:
@@ -269,9 +266,7 @@ class Scorer:
             return {name: here[name] if name in here else waiting[name].result() for name in self._rewards}
 
     def _scores(self, outcomes: Mapping[str, RewardOutcome], weights: Mapping[str, float]) -> Sequence[float | None]:
-        """The `scores` that a term returned next to its rewards, if it is the only term with a weight; empty for
-        several terms.
-        """
+        """The `scores` of the only term with a weight, returned next to its rewards; empty for several terms."""
         only = next(iter(weights)) if len(weights) == 1 else None
         return outcomes[only].scores if only else ()
 

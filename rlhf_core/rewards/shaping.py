@@ -58,8 +58,7 @@ def clipped(values: Sequence[float], *, limit: float) -> list[float]:
 
 
 def linear_weight(step: int, *, start: float, end: float, steps: int) -> float:
-    """Interpolate the weight at `step`: from `start` at step 0 in a straight line to `end` at `steps`, and `end` after
-    it.
+    """Interpolate the weight at `step`: in a straight line from `start` at step 0 to `end` at `steps`, then `end`.
 
     >>> linear_weight(5, start=1.0, end=0.0, steps=20)
     0.75

@@ -151,7 +151,7 @@ def _join(address: str) -> None:
 
 
 def ray_folder() -> Path:
-    """The folder of our own Ray: Ray opens it to everybody (0777), so it is in a folder that only we may enter.
+    """The folder of a Ray started here: Ray opens it to everybody (0777), so it is in a folder that only we may enter.
 
     Unix sockets are created below it and their paths are limited to 107 characters, so TMPDIR is ignored.
     """

@@ -77,7 +77,7 @@ def within(seconds: float, call: Callable[[], T], *, lasting: bool = False) -> T
 class RayWatch:
     """A watch over Ray's servers, kept by a thread. `lost` describes a lost server, "" while all answer.
 
-    With `own`, the servers are children of this process. Once one of them is lost, all processes below them are killed,
+    With `own`, the servers are children of this process. Once a server is lost, all processes below them are killed,
     so that none keeps computing or hangs; `kill_family` does the same at the end.
 
     >>> watch = RayWatch({"the Ray head": "127.0.0.1:6379"}, own=False)   # doctest: +SKIP

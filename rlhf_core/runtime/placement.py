@@ -58,8 +58,7 @@ class Placement:
         return self.nodes[strategy.placement_group_bundle_index] if self.nodes else strategy.node_id
 
     def lent(self, gpus: Sequence[Sequence[str]], *, parallel: int) -> list[list[str]]:
-        """The GPUs of each engine that shares `parallel` of them: GPUs of train workers on its node, `gpus`, as
-        `node:index`.
+        """The GPUs, as `node:index`, of each engine that shares `parallel` of the train workers' `gpus` on its node.
 
         >>> from types import SimpleNamespace
         >>> bundles = [{"scheduling_strategy": SimpleNamespace(placement_group_bundle_index=each)} for each in range(2)]

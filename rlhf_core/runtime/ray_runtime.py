@@ -135,8 +135,7 @@ class RayRuntime:
         return dict(self._served)
 
     def close(self) -> None:
-        """End all workers, and Ray if this runtime started it. Takes at most about a minute, even if something
-        hangs."""
+        """End all workers, and Ray if this runtime started it. Returns within about a minute, even if calls hang."""
         self._closing.set()
         held = self._starting.acquire(timeout=STOP_TIMEOUT_S)
         try:

@@ -36,7 +36,7 @@ took longer than `runtime.worker_timeout_s` on a machine whose cores were all bu
 def at_low_priority(work: Callable[[], R]) -> R:
     """Call `work()` in a thread of low priority. Only Linux has priorities per thread.
 
-    A trainer whose threads wait for each other thousands of times a second becomes several times slower if one of them
+    A trainer whose threads wait for each other thousands of times a second becomes several times slower if a thread
     shares its core with an import as heavy as vLLM's.
     """
     with ThreadPoolExecutor(1, thread_name_prefix="low-priority", initializer=_give_way) as pool:

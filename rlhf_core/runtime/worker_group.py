@@ -132,7 +132,7 @@ class WorkerGroup:
             return ref
 
     def first(self, role: str, method: str, running: Mapping[int, Any]) -> dict[int, Any]:
-        """Wait until one of the calls that `begin` started has ended; return the results so far, by rank."""
+        """Wait until any call that `begin` started has ended; return the results so far, by rank."""
         with self._turn:
             self._check_alive(role, method)
             self._begun = {ref: self._begun[ref] for ref in running.values()}  # the others were given up
@@ -152,9 +152,7 @@ class WorkerGroup:
         return ray.put(value)
 
     def share(self, sequences: Sequences) -> SharedSequences:
-        """Put the arrays of sequences into the object store, each once. Arrays that were put together are freed
-        together.
-        """
+        """Put the arrays of sequences into the object store, each once. Arrays put together are freed together."""
         arrays = {id(values): values for values in sequences.arrays}
         if missing := [values for number, values in arrays.items() if number not in self._shared]:
             self._note(missing, self.put(missing))

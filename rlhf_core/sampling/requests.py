@@ -191,7 +191,7 @@ def recorded_experts(request: SamplingRequest, tokens: int, experts: NDArray[Any
 
 
 def first_end(token_ids: Sequence[int], stop: Sequence[str], decode: Callable[[Sequence[int]], str]) -> int:
-    """Count the tokens up to the one that completes the first text in `stop`; 0 if none occurs.
+    """Count the tokens up to the token that completes the first text in `stop`; 0 if none occurs.
 
     >>> first_end([65, 66, 67, 66], ["BC"], lambda ids: bytes(ids).decode())
     3

@@ -219,8 +219,8 @@ class Checkpoints:
         """Yield an empty folder to write into; soon after a clean exit it becomes the checkpoint of `step`.
 
         Parts begun with `write_part` in the folder are written in the background. Waits first for the previous
-        checkpoint. `state` must be JSON-serializable. Larger metrics are better. After an exception, also one that
-        `settle` or the next call raises because something could not be written, the older checkpoints are unchanged.
+        checkpoint. `state` must be JSON-serializable. Larger metrics are better. After an exception, even if `settle`
+        or the next call raises it because something could not be written, the older checkpoints are unchanged.
         """
         self.settle()
         self._fence()

@@ -124,7 +124,7 @@ def key_payload(
 def stage_code(spec: StageSpec) -> dict[str, str]:
     """Digests of the modules of ours that a stage runs: imports of its module, and modules that its options name.
 
-    Raises ConfigError if one of them is in a topic of `rlhf_contrib` that is not installed.
+    Raises ConfigError if a module is in a topic of `rlhf_contrib` that is not installed.
     """
     agents = spec.config.by_key.values() if isinstance(spec.config, AgentsBySource) else ()
     named = [AGENT_MODULES[agent.type] for agent in agents if agent.type in AGENT_MODULES]

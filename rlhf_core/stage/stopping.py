@@ -46,7 +46,7 @@ class RunHalted(StageStopped):
 class StageWaiting(RunHalted):
     """Raised by a stage that waits for people; the same command resumes it when they are done.
 
-    `condition` is what must happen first, as JSON values: see `rlhf_core.annotation.people.is_met`, or under
+    `condition` is the event to wait for, as JSON values: see `rlhf_core.annotation.people.is_met`, or under
     `question` a question to a person (`rlhf_core.stage.gate_decisions.Question`).
     """
 

@@ -42,7 +42,7 @@ def versions() -> dict[str, str]:
 def other_versions(then: Mapping[str, str], now: Mapping[str, str] | None = None) -> list[str]:
     """Describe in a phrase each version in `then` that is different now.
 
-    Packages that one of the two lacks are ignored: a base install, which only plans, has none.
+    Packages missing on either side are ignored: a base install, which only plans, has none.
 
     >>> other_versions({"torch": "2.8", "peft": "0.17", "platform": "Linux"}, {"torch": "2.9", "numpy": "2.0"})
     ['torch: 2.8 -> 2.9']

@@ -108,9 +108,7 @@ def open_bucket(uri: str, *, is_first: bool = False) -> Any:
 
 
 def _check_credentials(uri: str) -> None:
-    """Raise ConfigError without credentials in the environment or the machine's role; clients would search for
-    minutes.
-    """
+    """Raise ConfigError if no credentials are in the environment or the machine's role; clients search for minutes."""
     pattern, variable = _CREDENTIALS[uri.partition("://")[0]]
     if any(re.fullmatch(pattern, name) for name in os.environ):
         return

@@ -148,8 +148,7 @@ def end(
 
 
 def _remove_output(out: Path) -> None:
-    """Remove an output folder. A process that was taken over may be moving it into the store now: only one gets all of
-    it."""
+    """Remove an output folder. A process that was taken over may be moving it now: only one gets all of it."""
     gone = temporary_for(out)
     with suppress(FileNotFoundError):
         out.rename(gone)

@@ -146,7 +146,7 @@ def probe(uri: str) -> None:
 
 
 def _failed_probe(server: ObstoreServer, name: str) -> str:
-    """Try four conditional puts; describes the first one that the server handles wrongly, or ""."""
+    """Try four conditional puts; describes the first failed condition, or returns ""."""
     one, two, three, four = (pack({"n": number}) for number in range(1, 5))
     _is_done(server, name, one, None)
     if _is_done(server, name, two, None):

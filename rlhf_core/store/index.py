@@ -35,8 +35,7 @@ RECORDS = "records.json"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The listed fields of a key record. `digest` is the artifact's, `object` the digest of the object that holds
-    it."""
+    """Listed fields of a key record. `digest` is the artifact's, `object` the digest of the object that holds it."""
 
     key: str
     label: str

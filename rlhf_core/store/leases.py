@@ -312,9 +312,7 @@ class _Watch:
         self._looked, self._watched = time.monotonic(), 0.0
 
     def is_over(self, state: object) -> bool:
-        """Whether the lease has expired. A long pause between two looks counts as one heartbeat: the owner may lag,
-        too.
-        """
+        """Whether the lease has expired. A long pause between looks counts as one heartbeat: the owner may lag, too."""
         now = time.monotonic()
         since, self._looked = now - self._looked, now
         self._watched = self._watched + min(since, HEARTBEAT_S) if state == self._seen else 0.0

@@ -80,9 +80,7 @@ def check_writable(root: Path) -> None:
 
 
 def _folder(place: str) -> Path:
-    """The folder of a store on a disk. Raises ConfigError for a text that cannot be a path, or a path that is no
-    folder.
-    """
+    """The folder of a store on a disk. Raises ConfigError for a text that cannot be a path, or is no folder."""
     try:
         found = Path(place).expanduser()
         with suppress(FileNotFoundError, NotADirectoryError):

@@ -32,9 +32,7 @@ def share(root: Path, group: str) -> None:
 
 
 def reaching(root: Path, group: str) -> int:
-    """Look up the number of a group; ArtifactError if it does not exist or its members cannot reach a store in
-    `root`.
-    """
+    """Look up the number of a group; ArtifactError if it is unknown or its members cannot reach a store in `root`."""
     try:
         number = grp.getgrnam(group).gr_gid
     except KeyError:

@@ -225,7 +225,7 @@ def run_tasks(
 
 
 def _task_manager(tasks: Sequence[str], include_path: str) -> TaskManager:
-    """Index the tasks; the harness's own, thousands of files, only if `include_path` lacks one of them."""
+    """Index the tasks; the harness's own, thousands of files, only if `include_path` lacks a task."""
     if include_path:
         local = TaskManager(include_path=include_path, include_defaults=False)
         if all(local.match_tasks([name]) for name in tasks):
@@ -250,9 +250,7 @@ def _loaded(manager: TaskManager, tasks: Sequence[str]) -> Mapping[str, Any]:
 
 
 def _check_headline(loaded: Mapping[str, Any], headline: str) -> None:
-    """Raise ConfigError for a measure that these tasks cannot have. Names that a task creates at run time are
-    unknown.
-    """
+    """Raise ConfigError for a measure that these tasks cannot have. Names created at run time are unknown."""
     task, _, measure = headline.partition("/")
     known: list[str] = []
     for name, one in loaded["tasks"].items():

@@ -1,6 +1,4 @@
-"""Render the report over all suites as one HTML page: tables of policies by suites, by slice, and the worst
-regressions.
-"""
+"""Render the report over all suites as an HTML page: tables by policy, suite and slice, and the worst regressions."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -337,9 +337,7 @@ class Delivery:
         run.tags |= record["tags"]
 
     def _register(self, client: Any, record: Record) -> None:
-        """Create a version of the registered model for a digest, or find the version that has it, and set its
-        aliases.
-        """
+        """Find the version of the registered model with a digest, or create it, and set its aliases."""
         name, digest = registry_name(record["name"]), record["digest"]
         run = self._run(client, record["run"])
         # Records of earlier versions have no uri.

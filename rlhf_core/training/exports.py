@@ -22,9 +22,7 @@ def export_folder(artifact: Path, step: int) -> Path:
 
 @dataclass(frozen=True)
 class Exports:
-    """The models after `steps`, kept in the folder `work` until the training ends; a resumed training keeps earlier
-    ones.
-    """
+    """The models after `steps`, kept in the folder `work` until the end; a resumed training keeps earlier ones."""
 
     steps: Collection[int]
     work: Path

@@ -1,6 +1,4 @@
-"""Keep the former digests of our functions whose modules moved or are hashed in another way: earlier results keep their
-keys.
-"""
+"""Keep the former digests of our functions whose modules moved or are hashed differently: results keep their keys."""
 
 FORMER_DIGESTS = {
     # rlhf_contrib.sandbox.code

@@ -50,7 +50,7 @@ class Watch:
     """Adds a line to `file` for each read or connection of user code outside of `seen`, the content of the key.
 
     Left out are files of the interpreter, of installed packages, of this program, of the system and of the store in which
-    `file` lies, files that this process has written, and temporary ones that are younger than the watch.
+    `file` lies, files that this process has written, and temporary files younger than the watch.
     """
 
     def __init__(self, file: Path, seen: Iterable[Path]) -> None:

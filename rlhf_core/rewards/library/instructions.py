@@ -161,7 +161,7 @@ def instructions_followed(
 def on_topic(
     prompts: Sequence[str], completions: Sequence[str], labels: Sequence[str | None], **columns: Any
 ) -> list[float | None]:
-    """Score 1.0 if the answer has `min_words` words and one of them starts like a word of `topic`, else 0.0.
+    """Score 1.0 if the answer has `min_words` words and a word that starts like a word of `topic`, else 0.0.
 
     An instruction for fewer words lowers `min_words`. None for a prompt without a label.
     """

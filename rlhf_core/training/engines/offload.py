@@ -36,7 +36,7 @@ SHORT = 0.25  # leaves a quarter to the page cache, engines and other runs
 def keep_freed_memory() -> bool:
     """Keep memory that the main thread of this process frees; true if this is possible.
 
-    It is not where the C library is no glibc, or where the environment has one of `OWN_SETTINGS`.
+    It is not where the C library is no glibc, or where the environment has any of `OWN_SETTINGS`.
     """
     if not OWN_SETTINGS.isdisjoint(os.environ) or (libc := _glibc()) is None:
         return False

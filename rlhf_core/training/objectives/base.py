@@ -150,8 +150,8 @@ class PolicyObjective:
     def compute(self, model: PlacedModel, samples: Sequences, denominators: Mapping[str, float]) -> LossOutput:
         """Share of `samples` in the loss.
 
-        The metrics are `loss`, those of `policy_output`, `entropy`, `correction_fraction`, `ref_kl` (k3) if the samples
-        have the reference's log-probs, and `kl_loss` if used. Raises DataError for a penalty without reference
+        The metrics are `loss`, the metrics of `policy_output`, `entropy`, `correction_fraction`, `ref_kl` (k3) if the
+        samples have the reference's log-probs, and `kl_loss` if used. Raises DataError for a penalty without reference
         log-probs.
         """
         batch = model.batch(samples)
@@ -224,7 +224,7 @@ class ValueObjective:
         return {"tokens": count_tokens(samples)}
 
     def compute(self, model: PlacedModel, samples: Sequences, denominators: Mapping[str, float]) -> LossOutput:
-        """Share of `samples` in the loss, with the metrics `loss` and those of `clipped_value_loss`."""
+        """Share of `samples` in the loss, with `loss` and the metrics of `clipped_value_loss`."""
         batch = model.batch(samples)
         output = clipped_value_loss(
             token_values(model.module, batch),

@@ -86,8 +86,8 @@ class CrossTokenizerObjective:
 def teacher_outcomes(teacher: AlignedTeacher, top: TopLogprobs, *, k: int) -> TeacherOutcomes:
     """The teacher's outcomes at the groups of a sample.
 
-    `top` are the teacher's log-probs at the masked tokens of its own sample: of the `k` + 1 likeliest tokens, one of which
-    may be the text's own, or of all for k = 0.
+    `top` are the teacher's log-probs at the masked tokens of its own sample: of the `k` + 1 likeliest tokens, which may
+    include the text's own, or of all for k = 0.
     """
     own_ids = [
         token for token, masked in zip(teacher.sample.token_ids, teacher.sample.loss_mask, strict=True) if masked
