@@ -203,9 +203,7 @@ def read_head(folder: Path) -> Tensor | None:
 
 
 def with_head(model: Any, folder: Path, *, seed: int, dtype: torch.dtype) -> nn.Module:
-    """Attach the scalar head of `folder` to `model`, or an initial one: a classifier's `score`, else in a
-    `ValueModel`.
-    """
+    """Attach the scalar head of `folder`, or an initial one: a classifier's `score`, else in a `ValueModel`."""
     head_1H = read_head(folder)
     if head_1H is None:
         head_1H = initial_head(model.config.get_text_config().hidden_size, seed=seed)

@@ -50,7 +50,7 @@ class MeetingPoint(NamedTuple):
 def _of_lease(
     method: Callable[Concatenate[RankTrainer, P], T], *, changes: bool = False
 ) -> Callable[Concatenate[TrainWorker, str, P], T]:
-    """Build a worker method that takes the name of a lease and calls `method` of that lease's trainer.
+    """Return a worker method that takes the name of a lease and calls `method` of that lease's trainer.
 
     Weights that are still to be sent are copied before a method that `changes` them. A `NodeFolder` is opened on this node, and
     sequences in the object store are mapped.
@@ -124,7 +124,7 @@ class TrainWorker(FileMoves):
     # ------------------------------------------------------------ process
 
     def address(self) -> MeetingPoint:
-        """The host of this worker and a free port on it, where the ranks of this group can meet."""
+        """Return the host of this worker and a free port on it, where the ranks of this group can meet."""
         return MeetingPoint(self._host(), free_port(), network())
 
     def join(self, rank: int, address: MeetingPoint) -> None:
@@ -144,11 +144,11 @@ class TrainWorker(FileMoves):
             self._models.warm(self._threads)
 
     def pid(self) -> int:
-        """The process id."""
+        """Return the process id."""
         return os.getpid()
 
     def gpus(self) -> list[str]:
-        """The GPUs that Ray gave this process, as `node:index`."""
+        """Return the GPUs that Ray gave this process, as `node:index`."""
         return own_gpus()
 
     def _host(self) -> str:
@@ -165,7 +165,7 @@ class TrainWorker(FileMoves):
     # ------------------------------------------------------------ leases
 
     def sees(self, place: NodeFolder) -> bool:
-        """Whether this process reads and writes the folder itself, and not a copy on another node."""
+        """Return whether this process reads and writes the folder itself, and not a copy on another node."""
         return place.is_here
 
     def open(

@@ -1,5 +1,6 @@
-"""Find and read the modules of a user, which are neither in the standard library, nor in installed packages, nor in
-this program. They change between runs without a change of version. Nothing is imported for it.
+"""Find and read user modules, which are not in the standard library, an installed package or this program.
+
+They change between runs without a change of version. Nothing is imported for it.
 """
 
 import ast

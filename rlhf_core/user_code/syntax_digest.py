@@ -1,4 +1,4 @@
-"""Digest the syntax tree of a module. For our modules, texts that only people read are ignored."""
+"""Digest the syntax tree of a module. Of our modules, the texts that only people read do not count."""
 
 import ast
 from collections.abc import Iterator
