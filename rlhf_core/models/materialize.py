@@ -205,7 +205,7 @@ def _config_errors(config: PretrainedModel, source: str) -> Iterator[None]:
 
 
 def _opening(tokenizer: Any) -> str:
-    """The tokens that `tokenizer` puts before a text, as the beginning of a chat template; "" if it adds none."""
+    """The tokens that `tokenizer` puts before each text, as the beginning of a chat template; "" if it adds none."""
     plain, whole = tokenizer("a", add_special_tokens=False)["input_ids"], tokenizer("a")["input_ids"]
     start = next((at for at in range(len(whole)) if whole[at : at + len(plain)] == plain), 0)
     return "".join("{{ " + json.dumps(token) + " }}" for token in tokenizer.convert_ids_to_tokens(whole[:start]))

@@ -148,7 +148,7 @@ class RayTrainer:
         return offered
 
     def weights(self) -> Weights:
-        """Refer to the full weights, in the object store, or on rank 0 if GPUs will send them."""
+        """A reference to the full weights, in the object store, or on rank 0 if GPUs will send them."""
         if self._transfer:
             ticket, digest = self._call("stage_weights")[0]
             return Weights(payload=DeviceWeights(self._workers, ticket), digest=digest)

@@ -211,8 +211,8 @@ def _record_inputs(spec: StageSpec, tracker: StageTracker) -> None:
 
 
 def _call(store: ArtifactStore, run: RunningAttempt, context: StageContext) -> ArtifactRef:
-    """Run the stage and commit its result. An error is raised when its last checkpoint is whole and the attempt
-    ended.
+    """Run the stage and commit its result. An error is raised once its last checkpoint is whole and its attempt is
+    over.
     """
     try:
         _record_inputs(run.spec, context.tracker)

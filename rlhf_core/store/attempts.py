@@ -247,7 +247,7 @@ def drop_replaced(folder: AttemptFolder) -> None:
 
 
 def is_resumable(folder: AttemptFolder, finished: int) -> bool:
-    """Whether work continues beyond attempt `finished`, which left a result: it is to replace a misfit."""
+    """Whether work continues beyond attempt `finished`, whose result misfits and is to be replaced."""
     past = history(folder)
     return bool(past) and past[-1].number > finished and past[-1].status != "committed" and not past[-1].forced
 
