@@ -1,4 +1,4 @@
-"""Import what a profile names by path: `package.module:NAME`."""
+"""Import objects that a profile names by path: `package.module:NAME`."""
 
 import os
 import re
@@ -11,7 +11,7 @@ PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 
 def is_path(name: object) -> TypeGuard[str]:
-    """True for a path, False for the name of one of our stages, samplers or executors.
+    """True for a path, False for the name of a built-in stage, sampler or executor.
 
     >>> is_path("my_team.samplers:Echo"), is_path("vllm"), is_path("a.b:c d")
     (True, False, False)

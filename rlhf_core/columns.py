@@ -16,8 +16,9 @@ N = TypeVar("N", int, float)
 class Column(Sequence[N]):
     """The numbers of a sequence, one per token: a tuple of them to its users, and a read-only array in memory.
 
-    A number takes 4 bytes, or 1 in a mask, where a tuple takes 8 and an object. `kind` is that of `array.array`: `i` int32,
-    `h` int16, `f` float32, `B` uint8, `d` float64. `data` is a view that NumPy and Arrow read without a copy (`np.asarray(column.data)`).
+    A number takes 4 bytes, or 1 in a mask, where a tuple takes 8 and an object. `kind` is a type code of `array.array`:
+    `i` int32, `h` int16, `f` float32, `B` uint8, `d` float64. `data` is a view that NumPy and Arrow read without a copy
+    (`np.asarray(column.data)`).
 
     >>> column = ids((5, 7, 2))
     >>> column[1], column[1:] + (9,), column == (5, 7, 2), sum(column)
@@ -42,7 +43,7 @@ class Column(Sequence[N]):
 
     @property
     def kind(self) -> str:
-        """The kind of the numbers, that of `array.array`."""
+        """The kind of the numbers, as a type code of `array.array`."""
         return self.data.format
 
     def tolist(self) -> list[N]:

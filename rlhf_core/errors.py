@@ -74,7 +74,7 @@ class RewardError(RlhfError, RuntimeError):
 
 
 def explain(key: str, value: object, rule: str, remedy: str) -> str:
-    """Return an error message in the library's standard form.
+    """Format an error message in the library's standard form.
 
     >>> explain("ppo.kl.coef", -1, "must be >= 0", "use 0 to switch the penalty off")
     'ppo.kl.coef = -1: must be >= 0; use 0 to switch the penalty off'
@@ -87,7 +87,7 @@ _SIDES = {"a": "1", "first": "1", "left": "1", "b": "2", "second": "2", "right":
 
 
 def nearest(name: str, names: Sequence[str], *, ending: str = "", otherwise: str = "") -> str:
-    """Return the remedy for a misspelled name: the one of `names` that was probably meant, else all of them, or `otherwise`.
+    """Suggest a remedy for a misspelled name: the likeliest of `names`, else all of them, or `otherwise`.
 
     `ending` is shown behind each name, and not compared.
 
@@ -104,7 +104,7 @@ def nearest(name: str, names: Sequence[str], *, ending: str = "", otherwise: str
 
 
 def side(name: str) -> tuple[str, str]:
-    """A name without its side, and the side ("1" or "2"; "" for none) if it is one of two columns that are compared.
+    """Split a name into base and side ("1" or "2"; "" for none), for pairs of columns that are compared.
 
     >>> side("response_a"), side("response2"), side("human_ref_B"), side("data")
     (('response', '1'), ('response', '2'), ('human_ref', '2'), ('data', ''))
@@ -126,7 +126,7 @@ def of_its_side(name: str, names: Collection[str]) -> list[str]:
 
 
 def distrust(said: str) -> str:
-    """Return why a server's certificate is not trusted, from what a client of it said; "" if that is not its trouble.
+    """Explain why a server's certificate is not trusted, from a client's error; "" for other errors.
 
     >>> distrust("[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: certificate has expired (_ssl.c:1006)")
     'certificate has expired'
@@ -136,7 +136,7 @@ def distrust(said: str) -> str:
 
 
 def readable(number: float, digits: int = 4) -> str:
-    """Return a number as people read it: `digits` of it, all of the whole part, and thousands apart.
+    """Format a number for people: `digits` of it, all of the whole part, and thousands apart.
 
     >>> [readable(one) for one in (0.43291, 12345.0, 9999.9, 3.0, -0.00001234, float("nan"))]
     ['0.4329', '12,345', '10,000', '3', '-1.234e-05', 'nan']

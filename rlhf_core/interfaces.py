@@ -55,7 +55,7 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class Adapters:
-    """What belongs to the weights of adapters that are sent alone: the folder of the model that they change, and their form."""
+    """Data of adapters that are sent alone: the folder of the model that they change, and their form."""
 
     base: str
     lora: LoraConfig
@@ -66,7 +66,7 @@ class Weights:
     """An opaque set of weights, without a version, in transfer from a trainer to a sampler.
 
     `payload` belongs to the runtime (an object reference, a folder, a mapping of tensors); `digest` is the sha256 of
-    the probe tensors, which the receiver recomputes. With `adapters` they are those of adapters alone, by peft's names;
+    the probe tensors, which the receiver recomputes. With `adapters` they are adapter weights alone, by peft's names;
     only a sampler with `EngineNeeds.adapters` gets such.
     """
 
@@ -80,19 +80,19 @@ class WeightsInParts(Protocol):
 
     @property
     def metadata(self) -> Mapping[str, Any]:
-        """Return name -> meta tensor of the dtype and shape of each weight, in the order of iteration."""
+        """Map name -> meta tensor of the dtype and shape of each weight, in the order of iteration."""
 
     def __iter__(self) -> Iterator[tuple[str, Any]]: ...
 
     def digest(self) -> str:
-        """Return the digest of all of them, as that of `Weights`."""
+        """Digest of all weights, computed as in `Weights`."""
 
 
 class Objective(Protocol):
     """A loss with its scalars, declared without torch. It is picklable and frozen, because it is sent to every rank."""
 
     def denominators(self, samples: Any) -> Metrics:
-        """Return the counts by which the losses of all micro-batches on all ranks are divided."""
+        """Counts by which the losses of all micro-batches on all ranks are divided."""
 
     def compute(self, model: Any, samples: Any, denominators: Mapping[str, float]) -> Any:
         """Compute the share of `samples`, one micro-batch, in the step's loss and metrics, which include `loss`.
@@ -124,7 +124,7 @@ class Trainer(Protocol):
         """Compute log p(token t | tokens < t) of every token [S], 0.0 where the mask is 0."""
 
     def top_logprobs(self, samples: Sequence[TokenSample], *, k: int, temperature: float) -> list[TopLogprobs]:
-        """Return the `k` likeliest tokens at each masked position of each sample; all of them, in order, for k = 0."""
+        """Compute the `k` likeliest tokens at each masked position of each sample; all of them, in order, for k = 0."""
 
     def values(self, samples: Sequences | Subset) -> NDArray[np.float32]:
         """Compute the value before every token [S], 0.0 where the mask is 0."""
@@ -136,16 +136,16 @@ class Trainer(Protocol):
         """Call a picklable function in the process of rank 0, so that the calling process does not compute."""
 
     def scores(self, sequences: Sequence[Column[int]]) -> list[float]:
-        """Return one reward-model score per token sequence, read at its last token."""
+        """Score each token sequence with the reward model, read at its last token."""
 
     def step_scores(self, samples: Sequence[TokenSample]) -> list[Column[float]]:
-        """Return the process reward model's logit at each masked token of each sample: one per step, in order."""
+        """The process reward model's logit at each masked token of each sample: one per step, in order."""
 
     def loss(self, samples: Samples, objective: Objective) -> Metrics:
-        """Return the metrics of `objective` without gradients (evaluation)."""
+        """Evaluate the metrics of `objective` without gradients."""
 
     def weights(self) -> Weights:
-        """Return the full, merged weights for a sampler, or adapters alone for one that takes them so."""
+        """Collect the full, merged weights for a sampler, or adapters alone for a sampler that accepts them."""
 
     def save(self, folder: Path) -> None:
         """Copy weights, optimizer and every rank's random state, so that training resumes bitwise after `load`.
@@ -157,7 +157,7 @@ class Trainer(Protocol):
         """Restore the state that `save` wrote."""
 
     def damage(self, folder: Path) -> str:
-        """Return which file of that state is not what was written, or ""; each rank reads the files that it loads."""
+        """Name a damaged file of that state, or ""; each rank reads the files that it loads."""
 
     def export(self, folder: Path) -> None:
         """Write the model in Hugging Face layout (safetensors, LoRA merged), with its tokenizer."""
@@ -183,14 +183,14 @@ class RankTrainer(Trainer, Protocol):
         """
 
     def loss(self, samples: Samples, objective: Objective, denominators: Mapping[str, float] | None = None) -> Metrics:
-        """Return this rank's share of the metrics of `objective`, without gradients."""
+        """This rank's share of the metrics of `objective`, without gradients."""
 
     @property
     def adapters(self) -> Adapters | None:
-        """Return what belongs to `stream` if that has adapters alone."""
+        """Describe the adapters if `stream` has adapters alone."""
 
     def stream(self) -> WeightsInParts:
-        """Return what `weights` has, to be iterated by every rank."""
+        """Stream the content of `weights`, to be iterated by every rank."""
 
     def rest(self) -> int:
         """Move all state kept between steps to host memory; return the number of bytes freed on the device."""
@@ -209,7 +209,7 @@ class Sampler(Protocol):
     """The sampler as a stage sees it, which draws completions from the policy that it last loaded."""
 
     def generate(self, requests: Sequence[SamplingRequest], sampling: SamplingConfig) -> list[Completion]:
-        """Return one completion per request, in order; the same request gives the same completion.
+        """Sample one completion per request, in order; the same request gives the same completion.
 
         Raises SamplingError, naming the request, if a request does not fit the policy's vocabulary or context.
         """
@@ -225,7 +225,7 @@ class Sampler(Protocol):
     def load_weights(self, weights: Weights, *, version: int) -> None:
         """Replace the policy; later completions carry `version`.
 
-        Raises SamplingError if the weights differ from those that the trainer sent, or have another architecture.
+        Raises SamplingError if the weights differ from the trainer's, or have another architecture.
         """
 
 
@@ -244,7 +244,7 @@ class EngineSampler(Sampler, Protocol):
     """
 
     def accepts(self, policy: Path) -> bool:
-        """Return whether `load_policy` can serve `policy`, a Hugging Face folder, faster than a new sampler."""
+        """Whether `load_policy` can serve `policy`, a Hugging Face folder, faster than a new sampler."""
 
     def load_policy(self, policy: Path) -> None:
         """Load the weights of a folder that this sampler `accepts`; later completions carry version 0.
@@ -253,7 +253,7 @@ class EngineSampler(Sampler, Protocol):
         """
 
     def versions(self) -> dict[str, str]:
-        """Return the versions of the engines that sample, by package name (provenance of a manifest)."""
+        """Versions of the engines that sample, by package name (provenance of a manifest)."""
 
     def close(self) -> None:
         """Free the engine's memory, processes and files. Call nothing else afterwards."""
@@ -274,7 +274,7 @@ class DeviceSampler(EngineSampler, Protocol):
         """
 
     def wake(self, *, kv_cache: bool = True) -> None:
-        """Restore the memory that `sleep` freed, without `kv_cache` that of the weights alone, in which others can be loaded.
+        """Restore the memory that `sleep` freed; without `kv_cache` only the weights' memory, to load new ones.
 
         Call it before any other method of a sleeping sampler.
         """
@@ -293,7 +293,7 @@ class OpenSampler(Protocol[C_contra]):
     """A function that opens a sampler in the calling process."""
 
     def __call__(self, policy: Path, config: C_contra, *, threads: int, transfer: Transfer) -> EngineSampler:
-        """Return a sampler of `policy`, a Hugging Face folder, at version 0.
+        """Open a sampler of `policy`, a Hugging Face folder, at version 0.
 
         `threads` is the number of CPU threads it may use; `transfer` is "" unless `EngineNeeds.device_transfer`.
         Raises ConfigError if the folder is not a policy, and SamplingError if the engine does not start.
@@ -333,13 +333,13 @@ class Runtime(Protocol):
     def sampler(self, policy: Path) -> AbstractContextManager[Sampler]: ...
 
     def together(self, *work: Callable[[], T]) -> list[T]:
-        """Return the results of calls of trainers, which models in pools of their own make at the same time."""
+        """Make calls of trainers and collect their results; models in separate pools run at the same time."""
 
     def prewarm(self, *, trainer: bool, sampler: bool) -> None:
         """Start workers in the background so that the first stage that needs them does not wait for imports."""
 
     def engines(self) -> dict[str, str]:
-        """Return the versions, by name, of the engines that have been used so far (provenance of a manifest)."""
+        """Versions, by name, of the engines that have been used so far (provenance of a manifest)."""
 
     def close(self) -> None: ...
 
@@ -360,7 +360,7 @@ class RegistryState:
     champion: str = ""
     """The current champion; "" without one."""
     rolled_back: frozenset[str] = frozenset()
-    """Those that were champion until a rollback."""
+    """Digests of versions that were champion until a rollback."""
 
 
 class StageTracker(Protocol):
@@ -368,7 +368,7 @@ class StageTracker(Protocol):
 
     @property
     def uri(self) -> str:
-        """Return the address of the tracking server or database; "" without one. It may contain a password."""
+        """Address of the tracking server or database; "" without one. It may contain a password."""
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Record values at a step; names have the form `stage/area/name`."""
@@ -397,4 +397,4 @@ class StageTracker(Protocol):
         """Register the model with this `digest`, which lies at `uri`, under `name`; return the new version."""
 
     def champions(self, name: str) -> RegistryState | None:
-        """Return the champions of a registered model now; None if the registry does not answer."""
+        """Look up the champions of a registered model; None if the registry does not answer."""

@@ -30,8 +30,8 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def load_part(auto: Any, source: str, options: Mapping[str, Any]) -> Any:
-    """What `auto` (AutoConfig, AutoTokenizer, AutoModelForCausalLM) loads of a folder, a GGUF file or a model of the Hub.
+    """Load with `auto` (AutoConfig, AutoTokenizer, AutoModelForCausalLM) from a folder, a GGUF file or the Hub.
 
-    Among `options` are those that locate it: `gguf_file`, `revision`.
+    Some `options` locate it: `gguf_file`, `revision`.
     """
     return auto.from_pretrained(source, trust_remote_code=False, **options)

@@ -37,7 +37,7 @@ class Sequences:
     token_ids: NDArray[np.int32]
     """[S]"""
     loss_mask: NDArray[np.uint8]
-    """[S], 1 for a trained token: one that the policy sampled, or one of a demonstration's answer."""
+    """[S], 1 for a trained token: sampled by the policy, or in a demonstration's answer."""
     offsets: NDArray[np.int64]
     """[N + 1]"""
     fields: Mapping[str, NDArray[Any]] = field(default_factory=dict)
@@ -178,7 +178,7 @@ def copy_rows(values_S: NDArray[Any], offsets: NDArray[np.int64], rows: NDArray[
 
 
 def _routed_experts(completions: Sequence[Any], offsets: NDArray[np.int64]) -> NDArray[np.int16]:
-    """The experts of the tokens of prompts and completions [S, W], -1 for those of completions without a record."""
+    """The experts of the tokens of prompts and completions [S, W], -1 for completions without a record."""
     rows = [
         np.asarray(one.routed_experts.data).reshape(length, -1)
         for one, length in zip(completions, np.diff(offsets).tolist(), strict=True)

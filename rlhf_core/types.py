@@ -2,8 +2,8 @@
 
 Per-token sequences of a sample all have the length L of `token_ids` and are aligned with it: `logprobs[t]` is
 log p(token t | tokens < t), `values[t]` is the value of the state *before* token t, `loss_mask[t]` is whether
-token t is trained on (an action). Position 0 has no prediction: its log-prob is 0.0 and its mask is 0. They are columns;
-what is given as a tuple or an array becomes one.
+token t is trained on (an action). Position 0 has no prediction: its log-prob is 0.0 and its mask is 0. They are
+columns; tuples and arrays are converted to columns.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class PreparedDataRef(ArtifactRef):
 
 
 def kind_of(ref: type[ArtifactRef]) -> str:
-    """Return a kind of artifact in words.
+    """Name a kind of artifact in words.
 
     >>> kind_of(PolicyRef), kind_of(RewardModelRef)
     ('policy', 'reward model')
@@ -129,7 +129,7 @@ def kind_of(ref: type[ArtifactRef]) -> str:
 
 
 def title(ref: type[ArtifactRef]) -> str:
-    """Return a kind of artifact in words, with its article.
+    """Name a kind of artifact in words, with its article.
 
     >>> title(PolicyRef), title(ArtifactRef)
     ('a policy', 'an artifact')
@@ -212,9 +212,9 @@ class Completion:
     For an episode of several turns, or an answer written by several versions of the policy, `spans` lists the sampled
     tokens; all others come from an environment and have log-probability 0. Without spans all tokens were sampled, by
     `policy_version`. `failure` is the reason why an episode could not finish; it is counted and never trained on. `extras` are
-    metrics that an environment reports. `score` is an agent's score of the episode besides its reward, None if it gives
-    none; it decides whether dynamic sampling keeps the prompt. `routed_experts`, if recorded, are the experts of the prompt's
-    tokens and of these, layer by layer and int16: the same number for each token, and -1 where there is no record.
+    metrics that an environment reports. `score` is an agent's score of the episode besides its reward, or None; it
+    decides whether dynamic sampling keeps the prompt. `routed_experts`, if recorded, are the experts of the prompt's
+    tokens and of these, layer by layer and int16: the same number for each token, and -1 where no record exists.
     """
 
     token_ids: Column[int]
@@ -241,7 +241,7 @@ class Completion:
 
     @property
     def action_mask(self) -> Column[int]:
-        """Return one entry per token: 1 if it was sampled, 0 if an environment wrote it.
+        """One entry per token: 1 if it was sampled, 0 if an environment wrote it.
 
         >>> Completion((5, 6, 7), (-0.1, 0.0, -0.2), "", "stop", 0, 1, (ActionSpan(0, 1, 0), ActionSpan(2, 3, 0))).action_mask
         (1, 0, 1)
@@ -267,7 +267,7 @@ class Generation:
 
 
 def answered(prompt: Prompt, text: str) -> Generation:
-    """Return an answer without tokens, which a text that no policy sampled does not have."""
+    """Wrap an answer without tokens, for a text that no policy sampled."""
     return Generation(prompt, ids(()), Completion(ids(()), floats(()), text, "stop", policy_version=0, seed=0))
 
 
@@ -275,9 +275,9 @@ def answered(prompt: Prompt, text: str) -> Generation:
 class Rollout(Generation):
     """A scored generation. Selection and training use `reward`; `reward_components` holds its parts.
 
-    A component that does not apply is left out. `invalid` is the reason why there is no reward (`reward` is then NaN): such a
-    rollout is counted, and neither selected nor trained on. `score` comes from the only term of the reward and guides
-    dynamic sampling; it is None if the term gives none, or if the reward has several terms.
+    A component that does not apply is left out. `invalid` is the reason for a missing reward (`reward` is then NaN):
+    such a rollout is counted, and neither selected nor trained on. `score` comes from the only term of the reward and
+    guides dynamic sampling; it is None if the term gives none, or if the reward has several terms.
     """
 
     reward: float
@@ -307,7 +307,7 @@ class TokenSample:
             raise ValueError(f"{type(self).__name__}: {lengths}: every field has one entry per token; align them first")
 
     def until_trained(self) -> Column[int]:
-        """Return the tokens up to the last trained one, where a sampled answer ends too: templates add more."""
+        """The tokens up to the last trained one, where a sampled answer ends too: templates add more."""
         return self.token_ids[: len(self.loss_mask) - self.loss_mask[::-1].index(1)]
 
 
@@ -398,7 +398,7 @@ class DistillationSample:
 
 
 def derive_seed(*parts: int | str) -> int:
-    """Return a 31-bit seed that depends only on `parts` (sha256), so call order and restarts do not matter.
+    """Derive a 31-bit seed that depends only on `parts` (sha256), so call order and restarts do not matter.
 
     >>> derive_seed(17, "ppo", 3, "prompt-1", 0) == derive_seed(17, "ppo", 3, "prompt-1", 0)
     True
@@ -420,7 +420,7 @@ def chunks(rows: Sequence[T], size: int) -> list[Sequence[T]]:
 
 
 def label_fields(label: str) -> dict[str, Any]:
-    """Return the fields of a label that is a JSON object, none of another one.
+    """Parse the fields of a label that is a JSON object; none for another one.
 
     >>> label_fields('{"level": 3}'), label_fields("4"), label_fields("{not JSON")
     ({'level': 3}, {}, {})
@@ -435,7 +435,7 @@ def label_fields(label: str) -> dict[str, Any]:
 
 
 def encodable(text: str) -> str:
-    """Return `text` with each lone surrogate replaced by a question mark: no tokenizer or file accepts one.
+    """Replace each lone surrogate in `text` by a question mark: no tokenizer or file accepts one.
 
     JSON may contain lone surrogates, so policies, users' programs and servers may send them.
 
@@ -446,7 +446,7 @@ def encodable(text: str) -> str:
 
 
 def plain_text(text: str) -> str:
-    """Return `text` as a plain `str`: the parent process cannot load a user's subclass, such as an enum of roles.
+    """Convert `text` to a plain `str`: the parent process cannot load a user's subclass, such as an enum of roles.
 
     Lone surrogates are replaced, see `encodable`. Raises TypeError if it is not a string.
     """

@@ -1,8 +1,8 @@
 """Check the attention kernel and the length of rows against the configuration of an architecture.
 
-Transformers silently drops what an attention kernel does not support, and two ways of scaling rotary positions choose
-their frequencies by the longest row of a batch. Both would change the model's log-probabilities. Tables of positions
-and tokens have an end.
+Transformers silently drops options that an attention kernel does not support, and two ways of scaling rotary positions
+choose their frequencies by the longest row of a batch. Both would change the model's log-probabilities. Tables of
+positions and tokens have an end.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,7 +27,7 @@ def check_attention(config: Any, attention: str) -> None:
 
 
 def caps_attention(config: Any) -> bool:
-    """Return whether this architecture caps its attention logits."""
+    """Whether this architecture caps its attention logits."""
     text = config.get_text_config()
     return any(getattr(text, name, None) for name in CAPS)
 
@@ -40,7 +40,7 @@ def implements_sdpa(config: Any) -> bool:
 
 
 def length_limit(config: Any) -> int | None:
-    """Return the length up to which a row has positions and does not depend on other rows, or None without a limit.
+    """The length up to which a row has positions and does not depend on other rows, or None without a limit.
 
     Models without rotary positions have a table of `max_position_embeddings` (GPT-2, OPT).
     `longrope` switches from its short to its long factors beyond `original_max_position_embeddings`. `dynamic` changes
@@ -63,7 +63,7 @@ def stated_positions(config: Any) -> int | None:
 
     It is `max_position_embeddings`, unless that is still the number before a scaling by a factor:
     - `yarn` makes `original_max_position_embeddings` times the factor, also where only the scaling was added (Qwen).
-    - `linear` leaves the number as it was, but for families with parameters by type of layer (Gemma 3).
+    - `linear` leaves the number unchanged, except for families with parameters by type of layer (Gemma 3).
     - `llama3` states the number after the scaling, which is not the product (Llama 3.1: 131,072 of 8,192 times 8).
     """
     text = config.get_text_config()
@@ -80,19 +80,19 @@ def stated_positions(config: Any) -> int | None:
 
 
 def padding_id(config: Any) -> int | None:
-    """Return the padding token of a transformers configuration, or None. Some architectures have no such entry."""
+    """The padding token of a transformers configuration, or None. Some architectures have no such entry."""
     return getattr(config.get_text_config(), "pad_token_id", None)
 
 
 def read_config(folder: Path) -> Any:
-    """Return the transformers configuration of the model in `folder`. Raises ConfigError if there is none."""
+    """Load the transformers configuration of the model in `folder`. Raises ConfigError if it is missing."""
     # Stages import this module with the losses; transformers takes seconds.
     check_folder(folder)
     return load_config(folder)
 
 
 def check_folder(folder: Path) -> None:
-    """Raise ConfigError for a folder without `config.json`, or with an adapter beside it."""
+    """Raise ConfigError for a folder without `config.json`, or with an adapter next to it."""
     refuse_adapter(folder)
     if not (folder / "config.json").is_file():
         rule, remedy = "must be a model folder with config.json", "check the path, or run prepare_data first"
@@ -108,7 +108,7 @@ def check_longest(key: str, length: int, folder: Path) -> None:
 
 
 def too_long(key: str, length: int, config: Any, limit: int) -> ConfigError:
-    """Return the error for rows of `length` tokens, which exceed `limit`."""
+    """The error for rows of `length` tokens, which exceed `limit`."""
     if not getattr(config.get_text_config(), "rope_parameters", None):
         return ConfigError(key, length, f"the model has {limit} positions", f"set it to {limit} or less")
     types = sorted({rope["rope_type"] for rope in _ropes(config.get_text_config())} & set(BY_BATCH))
@@ -120,7 +120,7 @@ def too_long(key: str, length: int, config: Any, limit: int) -> ConfigError:
 
 
 def unknown_token(token_id: int, rows: int) -> ConfigError:
-    """Return the error for a token of a tokenizer that has more tokens than the model has embeddings."""
+    """The error for a token of a tokenizer that has more tokens than the model has embeddings."""
     remedy = "use the tokenizer that belongs to the model, or resize the model's embeddings and train them"
     return ConfigError("tokenizer", f"token {token_id}", f"the model has embeddings for {rows} tokens", remedy)
 

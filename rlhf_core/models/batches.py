@@ -124,7 +124,7 @@ def collate(samples: Sequences | Sequence[TokenSample], *, pad_id: int, pack_to:
 
 
 def unpack_rows(x_BL: Tensor, batch: TokenBatch) -> list[Tensor]:
-    """Return each sample's span of `x_BL` without padding, in the given order of the samples."""
+    """Extract each sample's span of `x_BL` without padding, in the given order of the samples."""
     return [x_BL[row, start : start + length] for row, start, length in batch.rows]
 
 
@@ -162,7 +162,7 @@ def _check(sequences: Sequences, pack_to: int | None) -> None:
 # with less padding.
 #
 # Samples that begin with the same tokens (the answers to a prompt, the two sides of a pair) can also share those: they
-# are computed once, and each sample goes on from there. This needs a mask of our own, so it is done only under sdpa and
+# are computed once, and each sample continues from there. This needs a custom mask, so it is done only under sdpa and
 # without attention windows.
 
 # fmt: off
@@ -183,7 +183,7 @@ LAYERS_WITHOUT_WINDOWS = frozenset({"full_attention"})
 WORTHWHILE = 1 - LEAST_SAVED
 """Maximum cost of a layout, relative to the one without it: a mask is slower than plain causal attention."""
 LARGEST_MASK = 2**26
-"""Maximum number of pairs of positions in a mask of our own: 64 MiB."""
+"""Maximum number of pairs of positions in a custom mask: 64 MiB."""
 
 
 @dataclass(frozen=True)
@@ -198,26 +198,26 @@ class SharedRows:
     """Whether a position (third dimension) attends to another (fourth); None if `position_ids_RL` define it."""
 
     def restore(self, hidden_RLH: Tensor, batch: TokenBatch) -> Tensor:
-        """Return the hidden states in the rows of the batch. Those of padding are meaningless."""
+        """Restore the hidden states to the rows of the batch. Values at padding are meaningless."""
         return hidden_RLH.flatten(0, 1)[self.gone_to].reshape(*batch.token_ids_BL.shape, -1)
 
 
 def keeps_apart(config: Any) -> bool:
-    """Return whether a model of this transformers configuration is known to keep the samples of a row separate."""
+    """Whether a model of this transformers configuration is known to keep the samples of a row separate."""
     types = getattr(config.get_text_config(), "layer_types", None) or ()
     return config.model_type in SEPARABLE and LAYERS.issuperset(types)
 
 
 def prefix_width(config: Any) -> int:
-    """Return the hidden size of a model in which samples may share their first tokens, and 0 of any other."""
+    """Hidden size of a model in which samples may share their first tokens, and 0 for any other."""
     shares = keeps_apart(config) and sees_whole_rows(config) and config._attn_implementation == "sdpa"
     return int(config.get_text_config().hidden_size) if shares else 0
 
 
 def sees_whole_rows(config: Any) -> bool:
-    """Return whether surely no layer has an attention window: a mask of our own would replace it.
+    """True if no layer uses sliding-window attention. Our block mask would override the window.
 
-    Some architectures use `layer_types`, others `sliding_window` alone, whatever else is in the configuration.
+    Some architectures use `layer_types`, others `sliding_window` alone, regardless of the rest of the configuration.
     """
     text = config.get_text_config()
     types = getattr(text, "layer_types", None) or ()
@@ -232,7 +232,7 @@ def check_packing(config: Any) -> None:
 
 
 def shared_rows(batch: TokenBatch, *, prefixes_of: int = 0) -> SharedRows | None:
-    """Return a layout of `batch` in fewer rows, or None if that is impossible or not worthwhile.
+    """Lay out `batch` in fewer rows, or None if that is impossible or not worthwhile.
 
     `prefixes_of` is the `prefix_width` of the model. Blocks are placed first-fit from the longest down, so the layout
     depends only on the tokens and their order. Use it only for a model for which `keeps_apart` is true.
@@ -256,7 +256,7 @@ def shared_rows(batch: TokenBatch, *, prefixes_of: int = 0) -> SharedRows | None
 
 
 def _first_fit_blocks(blocks: Sequence[RowBlock], length: int) -> tuple[int, dict[int, int]]:
-    """Return the number of rows that the blocks fill, and the flat place of each block by its first sample."""
+    """Place the blocks first-fit: the number of rows, and the flat place of each block by its first sample."""
     ordered = sorted(blocks, key=lambda block: -block.length)
     places = _first_fit([block.length for block in ordered], length)
     flat = {block.samples[0]: row * length + start for block, (row, start, _) in zip(ordered, places, strict=True)}
@@ -289,7 +289,7 @@ def _with_prefixes(
     comes_from = torch.zeros(rows * length, dtype=torch.int64)
     positions = torch.zeros_like(comes_from)
     gone_to = torch.zeros(batch.token_ids_BL.numel(), dtype=torch.int64)
-    # Padding is a block of its own in each row.
+    # Padding is a separate block in each row.
     block_ids = torch.zeros_like(comes_from)
     sample_ids = torch.zeros_like(comes_from)
     for number, block in enumerate(blocks, start=1):
@@ -299,7 +299,7 @@ def _with_prefixes(
         comes_from[begin:free] = torch.arange(first, first + prefix)
         positions[begin:free] = torch.arange(prefix)
         block_ids[begin : begin + block.length] = number
-        begun: dict[bytes, int] = {}  # where each sequence goes on after the prefix; equal ones are one
+        begun: dict[bytes, int] = {}  # where each sequence continues after the prefix; equal ones are one
         for sample, row in enumerate(block.samples, start=1):
             taken, content = len(sequences[row]), sequences[row].data.tobytes()
             if content not in begun:

@@ -1,12 +1,12 @@
 """Compute log-probabilities, values and scores of a batch with one forward pass of a model.
 
 Legend: N samples, B rows, L positions, H hidden, V vocabulary, T the positions that the loss mask selects (for experts
-all positions of the rows), C those of one chunk, E experts, K experts per token.
+all positions of the rows), C positions of one chunk, E experts, K experts per token.
 
 With right padding, a real token never sees padding under causal attention, so rows with one sample run as plain causal
 attention (the fast kernel) without a mask. Samples that share a row are separated by their restarting `position_ids`,
-from which transformers builds a block-diagonal causal mask; only samples that share their first tokens need a mask of
-our own. None of it works for every architecture: `check_rows` and `rlhf_core.models.batches` refuse the others.
+from which transformers builds a block-diagonal causal mask; only samples that share their first tokens need a custom
+mask. None of it works for every architecture: `check_rows` and `rlhf_core.models.batches` refuse the others.
 """
 
 import inspect
@@ -47,7 +47,7 @@ R = TypeVar("R", Tensor, tuple[Tensor, ...])
 
 
 def in_one_call(head: nn.Module, compute: Callable[[Callable[[Tensor], Tensor], Tensor], R], hidden_TH: Tensor) -> R:
-    """Return `compute(apply, hidden_TH)`, run as one call of `head`. `apply` is the head's own forward pass.
+    """Run `compute(apply, hidden_TH)` as one call of `head`. `apply` is the head's own forward pass.
 
     For a backward pass, `compute` must return exactly one tensor on every rank, because DeepSpeed gathers weights at
     each tensor that receives a gradient, and records each time.
@@ -76,9 +76,9 @@ def in_one_call(head: nn.Module, compute: Callable[[Callable[[Tensor], Tensor], 
 def logprobs_and_entropy(
     logits_CV: Tensor, targets_C: Tensor, *, temperature: float, with_entropy: bool, entropy_gradient: bool
 ) -> Tensor:
-    """Return [C, 2]: log p(target) under softmax(logits / temperature) in nats, and its entropy (0 without `with_entropy`).
+    """Compute [C, 2]: log p(target) under softmax(logits / temperature) in nats, and entropy (0 if not wanted).
 
-    The entropy has a gradient only with `entropy_gradient`. The gradient has none of its own.
+    The entropy has a gradient only with `entropy_gradient`. The gradient cannot be differentiated again.
     """
     logprobs_C, entropy_C = _DrawnTokens.apply(logits_CV, targets_C, temperature, with_entropy)
     if not (with_entropy and entropy_gradient):
@@ -127,13 +127,13 @@ class _DrawnTokens(torch.autograd.Function):
 
 
 class Float32Linear(nn.Linear):
-    """A linear layer whose products are float32 numbers, whatever the precision of its weight, its input or autocast.
+    """A linear layer with float32 outputs for any precision of its weight, its input or autocast.
 
     A bfloat16 number above 8 is a multiple of 0.0625, so that close scores would be equal.
     """
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return hidden @ weight.T + bias in float32."""
+        """Compute hidden @ weight.T + bias in float32."""
         with torch.autocast(hidden.device.type, enabled=False):
             return F.linear(hidden.float(), self.weight.float(), None if self.bias is None else self.bias.float())
 
@@ -150,7 +150,7 @@ class ValueModel(nn.Module):
     """A model that computes V(state) = w . hidden, or the score of a text where transformers has no class for it.
 
     `rlhf_core.models.forward.token_values` shifts the values so that values[t] is *before* token t. The head has no
-    bias, like that of a reward model, so that it can start from one.
+    bias, like a reward model's head, so that it can start from one.
     """
 
     def __init__(self, backbone: nn.Module, head_1H: Tensor) -> None:
@@ -175,7 +175,7 @@ class ValueModel(nn.Module):
         return self.backbone.config
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """Return values_BL of the states *after* each token."""
+        """Compute values_BL of the states *after* each token."""
         hidden_BLH = self.backbone(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
         return self.value_head(hidden_BLH).squeeze(-1)
 
@@ -186,13 +186,13 @@ class ValueModel(nn.Module):
 
 
 def initial_head(hidden_size: int, *, seed: int) -> Tensor:
-    """Return head_1H drawn from N(0, 1/(hidden + 1)) (arXiv 2009.01325), independent of the global random state."""
+    """Draw head_1H from N(0, 1/(hidden + 1)) (arXiv 2009.01325), independent of the global random state."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn((1, hidden_size), generator=generator) / (hidden_size + 1) ** 0.5
 
 
 def read_head(folder: Path) -> Tensor | None:
-    """Return the scalar head_1H of a value model or reward model in a folder, or None for the folder of a causal LM."""
+    """Load the scalar head_1H of a value model or reward model in a folder, or None for the folder of a causal LM."""
     if (folder / VALUE_HEAD_FILE).is_file():
         return _read(folder / VALUE_HEAD_FILE, "weight")
     for file in sorted(folder.glob("*.safetensors")):
@@ -203,7 +203,7 @@ def read_head(folder: Path) -> Tensor | None:
 
 
 def with_head(model: Any, folder: Path, *, seed: int, dtype: torch.dtype) -> nn.Module:
-    """Give `model` the scalar head of `folder`, or an initial one: a classifier its `score`, another as a `ValueModel`."""
+    """Attach the scalar head of `folder`, or an initial one: a classifier's `score`, else in a `ValueModel`."""
     head_1H = read_head(folder)
     if head_1H is None:
         head_1H = initial_head(model.config.get_text_config().hidden_size, seed=seed)
@@ -238,7 +238,7 @@ class Routing:
         self._balance.append(torch.stack(layers).mean())
 
     def total(self) -> Tensor:
-        """Return the sum over samples of the layers' mean of E * sum_e (fraction sent to e) * (mean probability of e).
+        """Sum over samples of the layers' mean of E * sum_e (fraction sent to e) * (mean probability of e).
 
         A sample contributes K if its tokens are spread evenly over the experts, and more if not, but at most E.
         """
@@ -270,7 +270,7 @@ def check_routers(model: nn.Module) -> None:
 
 
 def _balance(logits: Tensor, batch: TokenBatch, experts_per_token: int) -> Tensor:
-    """Return the sum of the balances of the samples of `batch` in one layer, in fp32."""
+    """Sum of the balances of the samples of `batch` in one layer, in fp32."""
     experts = logits.shape[-1]
     probs_TE = torch.softmax(logits.reshape(-1, experts).float(), dim=-1)
     chosen_TK = probs_TE.detach().topk(experts_per_token, dim=-1).indices
@@ -283,7 +283,7 @@ def _balance(logits: Tensor, batch: TokenBatch, experts_per_token: int) -> Tenso
 
 
 def _samples(batch: TokenBatch) -> tuple[Tensor, Tensor]:
-    """Return the sample of each position (N for padding), and the lengths of the samples as a column."""
+    """The sample of each position (N for padding), and the lengths of the samples as a column."""
     sample_BL = torch.full(batch.token_ids_BL.shape, len(batch.rows), dtype=torch.int64)
     for index, (row, start, length) in enumerate(batch.rows):
         sample_BL[row, start : start + length] = index
@@ -301,8 +301,8 @@ CHUNK_ELEMENTS = 2**24
 """Maximum number of logits in memory at once: 64 MiB in fp32, and as much for each matrix that is made of them. Fewer are
 computed in one chunk, and not again in the backward pass."""
 INFLUENCE = 1e-5
-"""Maximum influence of later tokens on an earlier state, relative to that of earlier tokens. It is 0 under a mask; sums
-by Fourier transform leave 1e-7, and adding 0.001 of a mean over the row gives 1e-4."""
+"""Maximum influence of later tokens on an earlier state, relative to the influence of earlier tokens. It is 0 under a
+mask; sums by Fourier transform leave 1e-7, and adding 0.001 of a mean over the row gives 1e-4."""
 ROUNDING = {True: 1e-4, False: 0.25}
 """Maximum relative difference caused by other kernels and groups of experts, in float32 (True) and lower precision
 (False). One unit in the last place in each of 48 layers of experts made 0.06 to 0.12 in bfloat16. Unrelated states
@@ -314,7 +314,7 @@ FIRST = 1e-2
 def token_logprobs(
     model: nn.Module, batch: TokenBatch, *, temperature: float, with_entropy: bool, entropy_gradient: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Return `logprobs_BL` and, if requested, `entropy_BL` of the distribution that each token was drawn from.
+    """Compute `logprobs_BL` and, if requested, `entropy_BL` of the distribution that each token was drawn from.
 
     `logprobs_BL[:, t]` is log p(token t | tokens < t) in fp32 from logits / temperature, and 0 where the loss mask is
     0. The entropy has a gradient only with `entropy_gradient`. The LM head runs only over the masked positions, in
@@ -338,7 +338,7 @@ def token_logprobs(
 
 
 def over_logits(model: nn.Module, batch: TokenBatch, compute: Callable[..., R], *inputs_T: Tensor) -> R:
-    """Return `compute(logits_CV, targets_C, *inputs_C)` of all chunks of the masked positions, concatenated along
+    """Apply `compute(logits_CV, targets_C, *inputs_C)` to all chunks of the masked positions, and concatenate along
     dimension 0 in the order of rows and tokens.
 
     The logits are fp32 and predict `targets_C`. Chunks are recomputed in the backward pass, so that the full logits
@@ -352,7 +352,7 @@ def over_logits(model: nn.Module, batch: TokenBatch, compute: Callable[..., R], 
 
 
 def token_values(model: nn.Module, batch: TokenBatch) -> Tensor:
-    """Return `values_BL`, the value of the state *before* token t (read at t - 1), fp32 and 0 where the loss mask is 0.
+    """Compute `values_BL`, the value of the state *before* token t (read at t - 1), fp32, 0 where the mask is 0.
 
     `model` is a `rlhf_core.models.forward.ValueModel`.
     """
@@ -364,7 +364,7 @@ def token_values(model: nn.Module, batch: TokenBatch) -> Tensor:
 
 
 def sequence_scores(model: nn.Module, batch: TokenBatch) -> Tensor:
-    """Return `scores_N`, one score per sample in fp32, read at its last token, in the order of the samples.
+    """Compute `scores_N`, one score per sample in fp32, read at its last token, in the order of the samples.
 
     `model` is one of `load_model` with `head="score"`.
     """
@@ -377,10 +377,9 @@ def sequence_scores(model: nn.Module, batch: TokenBatch) -> Tensor:
 
 
 def step_scores(model: nn.Module, batch: TokenBatch) -> Tensor:
-    """Return `logits_BL`, the score *at* each token that the loss mask selects (a step's last), fp32 and 0 elsewhere.
+    """Compute `logits_BL`, the score *at* each token that the loss mask selects (a step's last), fp32 and 0 elsewhere.
 
-    `model` is one of `load_model` with `head="score"`. At a sequence's last token the value equals that
-    of `sequence_scores`.
+    `model` is one of `load_model` with `head="score"`. At a sequence's last token the value equals `sequence_scores`.
     """
     classifier: Any = model
     rows_T, at_T = batch.masked_positions()
@@ -440,12 +439,12 @@ def check_rows(model: nn.Module) -> None:
 
 
 def _influence(backbone: Any, ids_BL: Tensor, positions_BL: Tensor | None, *, until: int) -> float:
-    """Return how much the hidden states before the position `until` depend on the embeddings from there on, relative to
-    their dependence on those before it, or 0 if this cannot be measured.
+    """Measure how much the hidden states before the position `until` depend on the embeddings from there on, relative
+    to their dependence on the embeddings before it, or 0 if this cannot be measured.
 
-    The dependence is measured with a gradient. Masked attention passes none, so the gradient is exactly 0, whatever the
-    precision, the depth, the kernels and the experts: rounding neither hides a leak nor looks like one. A dependence by
-    choice alone (experts that choose their tokens) has no gradient; comparison finds it where it exceeds `ROUNDING`.
+    The dependence is measured with a gradient. Masked attention passes none, so the gradient is exactly 0, for any
+    precision, depth, kernels and experts: rounding neither hides a leak nor looks like one. A dependence by choice
+    alone (experts that choose their tokens) has no gradient; comparison finds it where it exceeds `ROUNDING`.
     """
     embeddings: list[Tensor] = []
 
@@ -461,7 +460,7 @@ def _influence(backbone: Any, ids_BL: Tensor, positions_BL: Tensor | None, *, un
             parameter.requires_grad_(False)
         with torch.enable_grad():
             hidden_BPH = _run(backbone, ids_BL, positions_BL).last_hidden_state[:, :until].float()
-            # Any direction works, except one that a norm removes, as LayerNorm removes the mean.
+            # Any direction works, except directions that a norm removes, as LayerNorm removes the mean.
             draw = torch.randn(hidden_BPH.shape, generator=torch.Generator().manual_seed(0))
             total = (hidden_BPH * draw.to(hidden_BPH.device)).sum()
             (gradient_BLH,) = torch.autograd.grad(total, embeddings)
@@ -480,7 +479,7 @@ def _influence(backbone: Any, ids_BL: Tensor, positions_BL: Tensor | None, *, un
 
 
 def backbone_of(model: Any) -> Any:
-    """Return the part of `model` below its head."""
+    """The part of `model` below its head."""
     base = model.base_model
     # Llama 4 names an attribute that only its multimodal form has.
     return model.model if base is model and hasattr(model, "model") else base
@@ -488,7 +487,7 @@ def backbone_of(model: Any) -> Any:
 
 @dataclass(frozen=True)
 class HeadScaling:
-    """What three families compute from the output of their head: Cohere multiplies, Granite divides, Gemma 2 caps."""
+    """Three families change the output of their head: Cohere multiplies, Granite divides, Gemma 2 caps."""
 
     factor: float | None
     divisor: float | None
@@ -496,13 +495,13 @@ class HeadScaling:
 
     @classmethod
     def of(cls, model: Any) -> Self:
-        """Return the scaling that the configuration of `model` states."""
+        """The scaling that the configuration of `model` states."""
         config = model.config.get_text_config()
         names = ("logit_scale", "logits_scaling", "final_logit_softcapping")
         return cls(*(getattr(config, name, None) for name in names))
 
     def __call__(self, logits_CV: Tensor) -> Tensor:
-        """Return the fp32 logits that the model's own forward pass computes."""
+        """Compute the fp32 logits as the model's own forward pass does."""
         logits_CV = logits_CV.float()
         if self.factor is not None:
             logits_CV = logits_CV * self.factor
@@ -515,7 +514,7 @@ class HeadScaling:
 
 @dataclass(frozen=True)
 class ModelRules:
-    """What a model's configuration and code determine about its batches, the same in every forward pass."""
+    """Properties of a model's batches that follow from its configuration and code, the same in every forward pass."""
 
     keeps_apart: bool
     prefix_width: int
@@ -533,7 +532,7 @@ _RULES: WeakKeyDictionary[nn.Module, ModelRules] = WeakKeyDictionary()
 
 
 def model_rules(model: nn.Module) -> ModelRules:
-    """Return the rules of a model, made at the first call: after that its attention may not be changed."""
+    """The rules of a model, made at the first call: after that its attention may not be changed."""
     if model not in _RULES:
         backbone = backbone_of(model)
         of = backbone.config
@@ -551,7 +550,7 @@ def model_rules(model: nn.Module) -> ModelRules:
 
 
 def hidden_states(model: nn.Module, batch: TokenBatch) -> Tensor:
-    """Return the backbone's last hidden states `hidden_BLH`. Samples that share a row do not see each other.
+    """Compute the backbone's last hidden states `hidden_BLH`. Samples that share a row do not see each other.
 
     If the lengths of the samples differ much, or samples begin with the same tokens, unpacked rows are computed in
     fewer, shared rows.
@@ -562,7 +561,7 @@ def hidden_states(model: nn.Module, batch: TokenBatch) -> Tensor:
     _check_batch(batch, rules, backbone.config)
     experts_BLW = batch.fields.get(ROUTED_EXPERTS)
     replay_experts(backbone, experts_BLW)
-    # The logits of routers are needed in the rows of the batch, and each sample may go to experts of its own.
+    # The logits of routers are needed in the rows of the batch, and each sample may go to different experts.
     shared = None
     if routing is None and experts_BLW is None and rules.keeps_apart and len(batch.rows) > 1:
         shared = shared_rows(batch, prefixes_of=rules.prefix_width)

@@ -58,7 +58,7 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int, folder: Path) -> N
 
 
 def initialize_llama(config: InitModel, folder: Path, *, seed: int) -> None:
-    """Write a Llama with the shape of `config` and weights drawn from `seed` to `folder`, beside its tokenizer.
+    """Write a Llama with the shape of `config` and weights drawn from `seed` to `folder`, next to its tokenizer.
 
     Embeddings are tied. The same seed gives the same bytes. A head is hidden_size / heads wide. vLLM on a CPU needs 32,
     64 or certain larger widths, so 256 / 4 works. Raises ConfigError if the tokenizer has more tokens than

@@ -75,7 +75,7 @@ def load_model(spec: ModelSpec, *, dtype: str, attention: str, gradient_checkpoi
     `ValueModel` where transformers has no such class; `value` a `ValueModel`. Scores and values are float32. A missing `score` or `value` head is drawn from N(0, 1/(hidden + 1)) with `spec.seed`. A
     value model made from a reward model starts from its head. With `spec.lora`, the adapters and a `score` or `value` head
     are trained, and nothing else. Raises ConfigError if the folder is not a decoder or lacks
-    weights, if its rows would need an attention mask, or if `attention` omits a part of what the architecture computes.
+    weights, if its rows would need an attention mask, or if `attention` omits a part of the architecture's computation.
     """
     folder = Path(spec.path)
     config = checked_config(spec, attention)
@@ -96,7 +96,7 @@ def load_model(spec: ModelSpec, *, dtype: str, attention: str, gradient_checkpoi
 
 
 def checked_config(spec: ModelSpec, attention: str) -> Any:
-    """Return the configuration of the model of `spec`, without dropout. Raises ConfigError as `load_model` does."""
+    """Load the configuration of the model of `spec`, without dropout. Raises ConfigError as `load_model` does."""
     folder = Path(spec.path)
     check_folder(folder)
     if spec.lora is not None and spec.lora.quantize:
@@ -108,7 +108,7 @@ def checked_config(spec: ModelSpec, attention: str) -> Any:
 
 
 def without_dropout(model: Any) -> Any:
-    """Return `model` in evaluation mode, and without dropout in any mode."""
+    """Put `model` in evaluation mode, and remove dropout from every mode."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -116,7 +116,7 @@ def without_dropout(model: Any) -> Any:
 
 
 def check_computation(model: nn.Module, spec: ModelSpec) -> None:
-    """Check on a few tokens that `model` computes what `rlhf_core.models.forward` needs. Raises ConfigError if not."""
+    """Check on a few tokens that `model` fits `rlhf_core.models.forward`. Raises ConfigError if not."""
     check_rows(model)
     if spec.head == "lm":
         check_head(model)
@@ -126,7 +126,7 @@ def check_computation(model: nn.Module, spec: ModelSpec) -> None:
 
 
 def model_class(head: str, config: Any, folder: Path) -> tuple[Any, set[str]]:
-    """Return the class of transformers that a model with this head has, and the weights that its files may lack."""
+    """The transformers class of a model with this head, and the weights that its files may lack."""
     if head == "lm":
         return AutoModelForCausalLM, set()
     if head == "value" or type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
@@ -185,7 +185,7 @@ def renamed_weights(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tens
 
 
 def check_weights(loading: dict[str, Any], path: str, *, allowed_missing: Collection[str] = ()) -> None:
-    """Raise ConfigError where transformers has drawn weights at random: for missing ones, and those of another shape."""
+    """Raise ConfigError if transformers has drawn weights at random: missing weights, or weights of another shape."""
     missing = sorted(set(loading["missing_keys"]) - set(allowed_missing))
     other = sorted(name for name, *_ in loading["mismatched_keys"])
     if missing or other:
@@ -198,7 +198,7 @@ def check_weights(loading: dict[str, Any], path: str, *, allowed_missing: Collec
 
 
 def check_type(config: Any, path: str, *, lm: bool) -> None:
-    """Raise ConfigError for a model with an encoder (T5), and where an LM head is needed, for one that has none."""
+    """Raise ConfigError for a model with an encoder (T5), and where an LM head is needed, for a model without one."""
     rule = ""
     if getattr(config, "is_encoder_decoder", False):
         rule = "has an encoder, without which its decoder is another model"
@@ -210,7 +210,7 @@ def check_type(config: Any, path: str, *, lm: bool) -> None:
 
 
 def note_tying(model: Any) -> None:
-    """Correct a configuration that ties an LM head with a weight of its own: vLLM would leave that weight out."""
+    """Correct a configuration that ties an LM head with a separate weight: vLLM would leave that weight out."""
     text = model.config.get_text_config()
     head = model.get_output_embeddings()
     tied = getattr(text, "tie_word_embeddings", False)  # not an entry of every configuration
@@ -253,7 +253,7 @@ def export_model(
     """Write `model` in Hugging Face layout (safetensors, LoRA merged) with the tokenizer of `tokenizer_from`.
 
     The adapters of a causal LM are also written separately to `adapter/`. The same weights give the same bytes. Host memory
-    holds one weight at a time. Where ranks have parts of the weights, every rank must call it with its `stream`, and one
+    holds one weight at a time. If ranks have parts of the weights, every rank must call it with its `stream`, and one
     of them with `write`.
     """
     stream = WeightStream(model) if stream is None else stream
@@ -356,7 +356,7 @@ REMEDY = 'use a teacher with the student\'s tokenizer, or compare the two across
 
 
 def shared_vocabulary(student: Path, teacher: Path, *, key: str = "teacher") -> int:
-    """Return the vocabulary size (rows of the LM head) of two policies. Raises ConfigError if the vocabularies differ.
+    """The common vocabulary size (rows of the LM head) of two policies. Raises ConfigError if the vocabularies differ.
 
     `key` is the teacher's name in the error.
 
@@ -378,7 +378,7 @@ def shared_vocabulary(student: Path, teacher: Path, *, key: str = "teacher") -> 
 def check_same_tokens(policy: Path, other: Path, *, key: str) -> None:
     """Raise ConfigError, naming `key`, for a model in which an ID of the policy's tokenizer is another token.
 
-    IDs that only one of them has, and padding, do not count.
+    IDs that a single vocabulary has, and padding, do not count.
     """
     ours, theirs = (load_tokenizer(folder) for folder in (policy, other))
     tokens, others = ({number: token for token, number in one.get_vocab().items()} for one in (ours, theirs))
@@ -390,5 +390,5 @@ def check_same_tokens(policy: Path, other: Path, *, key: str) -> None:
 
 
 def vocabulary_size(policy: Path) -> int:
-    """Return the vocabulary size of a policy: the rows of its LM head."""
+    """Vocabulary size of a policy: the rows of its LM head."""
     return int(load_config(policy).get_text_config().vocab_size)

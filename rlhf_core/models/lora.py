@@ -3,12 +3,12 @@
 Adapters are inserted into the model instead of wrapped around it, so a model with LoRA has the same class, backbone and
 head as one without.
 
-The result of a stage is always the merged weights; the adapters are saved beside them for other programs. The next
+The result of a stage is always the merged weights; the adapters are saved next to them for other programs. The next
 stage starts from the merged weights with fresh adapters. Adapters are never stacked, loaded again or merged twice.
 Within a stage, a checkpoint contains the adapters, and a resumed stage continues with them.
 
-What an adapter learns must reach the merged weights. Modules for which it would not are refused before training: those
-that share their weight with another module, and those whose weight the model uses without calling them.
+The changes of an adapter must reach the merged weights. Modules for which they would not are refused before training:
+modules that share their weight with another module, and modules whose weight the model uses without calling them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ PROBES = 8
 
 
 def weights_digest(named_tensors: Mapping[str, Tensor], read: Callable[[str], Tensor] | None = None) -> str:
-    """Return the SHA-256 of every tensor's name, dtype and shape and of the bytes of `PROBES` tensors.
+    """SHA-256 of every tensor's name, dtype and shape and of the bytes of `PROBES` tensors.
 
     The probes are spread evenly over the sorted names, including the first and the last. They detect a stale layer, a
     missing tensor or a wrong cast at a cost that does not grow with the model's depth. With `read`, which returns a tensor
@@ -108,7 +108,7 @@ def quantize(model: nn.Module, names: Iterable[str]) -> None:
 
 
 def whole_weight(layer: nn.Module) -> Tensor:
-    """Return the dequantized weight_OI of a layer made by `quantize`, in its original dtype as in the forward pass."""
+    """Dequantize the weight_OI of a layer made by `quantize`, in its original dtype as in the forward pass."""
     any_layer: Any = layer
     functional = import_module(f"{QUANTIZER}.functional")
     weight: Tensor = functional.dequantize_4bit(any_layer.weight.data, any_layer.weight.quant_state)
@@ -139,7 +139,7 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def apply_lora(model: nn.Module, config: LoraConfig, *, seed: int) -> nn.Module:
-    """Return `model` with trainable adapters and everything else frozen. Its outputs do not change at first.
+    """Add trainable adapters to `model` and freeze everything else. Its outputs do not change at first.
 
     A ~ Kaiming-uniform from `seed`, B = 0. With `quantize`, the adapted layers' weights are rounded to 4 bits first.
     Raises ConfigError for targets that the model does not have or whose adapter could not be merged.
@@ -214,12 +214,12 @@ def check_adapters(model: nn.Module, config: LoraConfig) -> None:
 
 
 def has_lora(model: nn.Module) -> bool:
-    """Return whether `model` has adapters of `apply_lora`."""
+    """Whether `model` has adapters of `apply_lora`."""
     return any(_is_adapted(module) for module in model.modules())
 
 
 def adapted_stacks(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of `model` that add adapters to a stack of experts."""
+    """Modules of `model` that add adapters to a stack of experts."""
     return [module for module in model.modules() if isinstance(module, ParamWrapper)]
 
 
@@ -244,7 +244,7 @@ def save_adapter(model: nn.Module, folder: Path) -> None:
 
 
 def _targets(model: nn.Module, config: LoraConfig) -> list[str]:
-    """Return the full names of the modules that `config` selects, as peft does: by a name or the end of one."""
+    """Full names of the modules that `config` selects, as peft does: by a name or the end of one."""
     any_model: Any = model
     linear = {name: module for name, module in model.named_modules() if _is_linear(module)}
     experts = {last for last in {_last(name) for name in linear} if _becomes_experts(model, last)}
@@ -280,7 +280,7 @@ def _targets(model: nn.Module, config: LoraConfig) -> list[str]:
 
 
 def _stacks(model: nn.Module, config: LoraConfig) -> list[str]:
-    """Return the full names of the stacks of experts that `config` selects: parameters of three dimensions."""
+    """Full names of the stacks of experts that `config` selects: parameters of three dimensions."""
     stacks = [
         name
         for name, one in model.named_parameters()
@@ -299,7 +299,7 @@ def _stacks(model: nn.Module, config: LoraConfig) -> list[str]:
 
 @torch.no_grad()
 def _is_linear(module: nn.Module) -> bool:
-    """Return whether `module` computes a product and nothing else: the routers of Llama 4 are a Linear, too."""
+    """Whether `module` computes a product and nothing else: the routers of Llama 4 are a Linear, too."""
     if not isinstance(module, (nn.Linear, Conv1D)):
         return False
     if type(module).forward in (nn.Linear.forward, Conv1D.forward):
@@ -312,11 +312,11 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _becomes_experts(model: nn.Module, name: str) -> bool:
-    """Return whether peft reads the name of a linear module as that of the fused experts beside it (DeepSeek V3)."""
+    """Whether peft takes the name of a linear module for the name of the fused experts next to it (DeepSeek V3)."""
     settings = peft.LoraConfig(target_modules=[name])
     try:
         convert_peft_config_for_transformers(settings, model, None)
-    except ValueError:  # a part of what is fused
+    except ValueError:  # a part of the fused weight
         return True
     return bool(settings.target_parameters)
 
@@ -347,7 +347,7 @@ def _is_adapted(module: nn.Module) -> bool:
 
 
 def _changed_weight(name: str, layer: Any) -> str:
-    """Return the name of the weight that the adapter of `layer`, whose name is `name`, changes. Those of stacks are nested."""
+    """Name of the weight that the adapter of `layer`, whose name is `name`, changes. Adapters of stacks are nested."""
     parameter = getattr(layer, "parameter_name", "weight")
     while isinstance(layer, BaseTunerLayer):
         name, layer = f"{name}.base_layer", layer.base_layer
@@ -374,7 +374,7 @@ def _merged(weight: Tensor, layer: Any) -> Tensor:
 
 
 def _tied(model: nn.Module) -> list[list[str]]:
-    """Return the names of each parameter that has several (embeddings and a tied LM head), in the model's order."""
+    """Names of each parameter that has several (embeddings and a tied LM head), in the model's order."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -384,7 +384,7 @@ def _tied(model: nn.Module) -> list[list[str]]:
 # ---------------------------------------------------------------- Yield the weights of a model for others
 
 VALUE_HEAD = "value_head.weight"
-"""Name of the head of a `ValueModel`, whose other weights have those of its backbone's checkpoint."""
+"""Name of the head of a `ValueModel`, whose other weights have the names in its backbone's checkpoint."""
 Whole = Callable[[Sequence[Tensor]], AbstractContextManager[None]]
 """Makes weights whole, of which a rank may hold a part, until the end of a context."""
 
@@ -429,7 +429,7 @@ class WeightStream:
 
     @property
     def metadata(self) -> dict[str, Tensor]:
-        """Return name -> meta tensor of the dtype and shape of each weight, in the order of iteration."""
+        """Map each name to a meta tensor of the weight's dtype and shape, in the order of iteration."""
         return {name: weight for group in self._groups for name, weight in group.weights.items()}
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -437,21 +437,21 @@ class WeightStream:
             yield from self._of(group)
 
     def read(self, name: str) -> Tensor:
-        """Return the weight `name`."""
+        """Read the weight `name`."""
         [group] = [group for group in self._groups if name in group.weights]
         return dict(self._of(group))[name]
 
     def digest(self) -> str:
-        """Return the `weights_digest` of all weights."""
+        """The `weights_digest` of all weights."""
         return weights_digest(self.metadata, self.read)
 
     def measure(self) -> None:
-        """Correct the shapes of `metadata` where the parameters do not have those of the whole: iterates once."""
+        """Correct the shapes of `metadata` where the parameters are only parts of the whole: iterates once."""
         for index, group in enumerate(self._groups):
             self._groups[index] = replace(group, weights=_described(dict(self._of(group))))
 
     def _of(self, group: _Group) -> Iterator[tuple[str, Tensor]]:
-        # A function of its own, so that nothing here keeps a weight in memory while the next one is made whole.
+        # A separate function, so that nothing here keeps a weight in memory while the next one is made whole.
         sources = {name: self._sources[name] for name in group.sources}
         with self.whole([tensor for source in sources.values() for tensor in source.tensors()]):
             state = {
@@ -548,7 +548,7 @@ def _shapes(weights: Mapping[str, Tensor]) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def _described(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return meta tensors of the same dtypes and shapes, none of which is a part of another."""
+    """Meta tensors of the same dtypes and shapes, none of which is a part of another."""
     return {name: _meta(one) for name, one in weights.items()}
 
 
@@ -558,7 +558,7 @@ def _meta(weight: Tensor) -> Tensor:
 
 
 def _layer(name: str) -> str:
-    """Return the first part of a weight's name, to the number of its layer; all of it if it is in none."""
+    """First part of a weight's name, to the number of its layer; all of it if it is in none."""
     return re.sub(r"(?<=\.)(\d+)\..*", r"\1", name, count=1)
 
 

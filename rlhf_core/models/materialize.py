@@ -38,13 +38,13 @@ def materialize(
 ) -> None:
     """Write the model of `config` to `folder` in Hugging Face layout: safetensors, tokenizer, chat template.
 
-    `chat_template` replaces the tokenizer's own template, or supplies a missing one. With `add_bos` it begins with what
-    the tokenizer puts before every text (BOS), if it does: rendered conversations are tokenized without that, and the
-    model was trained with it.
+    `chat_template` replaces the tokenizer's own template, or supplies a missing one. With `add_bos` it begins with the
+    token that the tokenizer puts before every text (BOS), if any: rendered conversations are tokenized without it, and
+    the model was trained with it.
 
     Ensures that the padding token differs from the end token, because a reward is read at the last token that is not
-    padding. Raises ConfigError for a missing folder, package or Hub model, a Hub name without a revision, what is no
-    decoder, weights that are missing or not safetensors or GGUF, and a tokenizer without a chat template.
+    padding. Raises ConfigError for a missing folder, package or Hub model, a Hub name without a revision, a model that
+    is no decoder, weights that are missing or not safetensors or GGUF, and a tokenizer without a chat template.
 
     Memory holds one weight at a time, or one layer of experts. A model is loaded whole if its files need more than renaming,
     stacking and concatenating, or if a new padding token needs an embedding.
@@ -77,7 +77,7 @@ def materialize(
 
 
 def with_variables(template: Any, values: Mapping[str, bool | int | float | str]) -> str:
-    """Return a chat template in which variables have these values, whatever a caller gives.
+    """Fix the values of variables in a chat template, regardless of the values that a caller passes.
 
     Raises ConfigError for a variable that the template does not read, and for several templates by name.
 
@@ -100,7 +100,7 @@ def with_variables(template: Any, values: Mapping[str, bool | int | float | str]
 
 
 def _written_variables(template: str) -> tuple[dict[str, Any], str]:
-    """Return the variables that a template begins with, and the rest."""
+    """Parse the variables that a template begins with, and the rest."""
     found: dict[str, Any] = {}
     while match := re.match(r"\{%- set (\w+) = ", template):
         try:
@@ -117,7 +117,7 @@ def _written_variables(template: str) -> tuple[dict[str, Any], str]:
 
 
 def _source(config: PretrainedModel) -> tuple[str, dict[str, Any]]:
-    """Return the name of the model for transformers, and the options that locate it."""
+    """The name of the model for transformers, and the options that locate it."""
     options: dict[str, Any] = {"gguf_file": config.gguf_file} if config.gguf_file else {}
     folder = local_folder(config)
     if folder is not None:
@@ -145,7 +145,7 @@ def _stored(config: PretrainedModel, found: Any, source: str) -> ModelParts | No
 
 
 def _not_plain(found: Any, folder: Path) -> str:
-    """Why transformers would read other weights than those of all files in `folder`, as they are; "" if it would not."""
+    """Why transformers would not read exactly the weights of all files in `folder`; "" if it would."""
     if getattr(found, "quantization_config", None) is not None:
         return "its weights are quantized"
     if found.dtype is None:
@@ -205,14 +205,14 @@ def _config_errors(config: PretrainedModel, source: str) -> Iterator[None]:
 
 
 def _opening(tokenizer: Any) -> str:
-    """Return the tokens that `tokenizer` puts before a text as the beginning of a chat template; "" if there are none."""
+    """The tokens that `tokenizer` puts before each text, as the beginning of a chat template; "" if it adds none."""
     plain, whole = tokenizer("a", add_special_tokens=False)["input_ids"], tokenizer("a")["input_ids"]
     start = next((at for at in range(len(whole)) if whole[at : at + len(plain)] == plain), 0)
     return "".join("{{ " + json.dumps(token) + " }}" for token in tokenizer.convert_ids_to_tokens(whole[:start]))
 
 
 def _choose_padding(config: PretrainedModel, tokenizer: Any, *, rows: int) -> bool:
-    """Give the tokenizer a padding token that is not the end token, of the `rows` embeddings. True if it needs a new one."""
+    """Choose a padding token that is not the end token, among the `rows` embeddings. True if it needs a new one."""
     vocabulary = tokenizer.get_vocab()
     unknown = sorted((t for t in vocabulary if vocabulary[t] >= rows and t != tokenizer.pad_token), key=vocabulary.get)
     if unknown:

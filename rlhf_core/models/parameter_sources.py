@@ -1,8 +1,8 @@
 """Locate the elements of each parameter in the safetensors files of a checkpoint, so that a rank can read a range of them.
 
 transformers renames and joins tensors when it loads a checkpoint: separate experts become one stack, for example. Its
-own rules (`transformers.conversion_mapping`) say which tensors of the files make which parameter. A parameter that is
-made of stacks and concatenations can be read range by range. One that is made in any other way has no source here.
+own rules (`transformers.conversion_mapping`) define which tensors of the files form which parameter. A parameter that
+consists of stacks and concatenations can be read range by range. Any other parameter has no source here.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Open a model of which every rank reads a part of each weight: without memory for weights until they are partitioned."""
+"""Open a model of which every rank reads a part of each weight; weights use no memory until they are partitioned."""
 
 import logging
 import re
@@ -74,7 +74,7 @@ OF_CONFIG: dict[str, Any] = {"config_file_name": "config.json", "_from_model_con
 
 
 def weights_of(parts: ModelParts, files: OpenFiles) -> WeightStream:
-    """The weights of a model, each of which is read when its turn comes."""
+    """Yield the weights of a model, each read from its file when it is reached."""
 
     def read(name: str, like: torch.Tensor) -> torch.Tensor:
         return parts.sources[name].read(files, 0, like.numel()).reshape(like.shape).to(like.dtype)

@@ -22,7 +22,7 @@ from rlhf_core.errors import ConfigError
 from rlhf_core.models.architecture import read_config
 
 OWN = -1
-"""The number that stands for the router's own choice, of which there is no record."""
+"""The number that stands for the router's own choice, which is not recorded."""
 
 # ---------------------------------------------------------------- weights of chosen experts
 
@@ -97,7 +97,7 @@ class ExpertRecorder:
         self._hooks = [router.register_forward_hook(partial(self._note, at)) for at, router in _routers(backbone)]
 
     def take(self, rows: int) -> list[Tensor]:
-        """Return the experts [L, W] of each row of the last pass, int16 in host memory; -1 for dense layers."""
+        """Collect the experts [L, W] of each row of the last pass, int16 in host memory; -1 for dense layers."""
         some_TK = next(iter(self._chosen.values()))
         dense_TK = torch.full_like(some_TK, OWN)
         whole_TJK = torch.stack([self._chosen.get(layer, dense_TK) for layer in range(self._layers)], dim=1)

@@ -20,7 +20,7 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""Names of the format, in the order of a file's weights: those of larger elements first, so that each is aligned."""
+"""Names of the format, in the order of a file's weights: larger elements first, so that each is aligned."""
 ALIGNMENT = 8
 """Bytes: the header is padded with spaces to a multiple of it."""
 

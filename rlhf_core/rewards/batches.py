@@ -1,8 +1,8 @@
 """Call a reward in batches: on several workers, with retries, and bisect batches that fail.
 
-Cache the values of a reward by the content of what was scored, so that no answer is paid for twice.
+Cache the values of a reward by the content of the scored answers, so that no answer is paid for twice.
 
-A file is kept beside the shards or checkpoints of an attempt: a resumed stage reads it again.
+The cache file lies next to the shards or checkpoints of an attempt, so a resumed stage reads it again.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def check_length(name: str, outcome: RewardOutcome, generations: Sequence[Genera
 def screened(
     name: str, outcome: RewardOutcome, generations: Sequence[Generation], *, on_failure: OnFailure
 ) -> RewardOutcome:
-    """Return `outcome` with every value that is no reward, NaN or absurd, made a failure; RewardError for `fail`."""
+    """Make every value of `outcome` that is no valid reward (NaN or absurd) a failure; RewardError for `fail`."""
     check_length(name, outcome, generations)
     bad = {i: value for i, value in enumerate(outcome.values) if value is not None and not _is_reward(value)}
     if not bad:
@@ -136,12 +136,12 @@ def screened(
 
 
 def reason_of(error: RewardError) -> str:
-    """Return why a batch failed, in a line that can be kept with a rollout."""
+    """The cause of a batch's failure, in one line that can be stored with a rollout."""
     return error.reason if isinstance(error, BatchFailed) else shortened(str(error))
 
 
 def shortened(text: str) -> str:
-    """Return `text` as one line of at most 200 characters, without secrets.
+    """`text` as one line of at most 200 characters, with secrets removed.
 
     >>> shortened("KeyError:\\n  'x'")
     "KeyError: 'x'"
@@ -151,7 +151,7 @@ def shortened(text: str) -> str:
 
 
 def merged_logs(parts: Sequence[Logs]) -> dict[str, tuple[float, int]]:
-    """Return the sums and counts of all parts together.
+    """Sum the sums and counts of all parts.
 
     >>> merged_logs([{"hits": (1.0, 2)}, {"hits": (3.0, 2)}])
     {'hits': (4.0, 4)}
@@ -165,7 +165,7 @@ def merged_logs(parts: Sequence[Logs]) -> dict[str, tuple[float, int]]:
 
 
 def logged(name: str, value: Any, count: int) -> Logs:
-    """Return sum and count of a number, which stands for all `count` answers, or of a list; {} for what holds no number.
+    """Sum and count of a number, which stands for all `count` answers, or of a list; {} for other values.
 
     >>> logged("hits", [1, None, float("nan")], 3), logged("size", 2.0, 3), logged("unit", "apples", 3)
     ({'hits': (1.0, 1)}, {'size': (6.0, 3)}, {})
@@ -178,13 +178,13 @@ def logged(name: str, value: Any, count: int) -> Logs:
 
 
 def plain_list(value: Any) -> list[Any]:
-    """Return a tensor, an array, a list or a single value as a list."""
+    """Convert a tensor, an array, a list or a single value to a list."""
     plain = value.tolist() if hasattr(value, "tolist") else value
     return list(plain) if isinstance(plain, (list, tuple)) else [plain]
 
 
 def read_number(value: Any) -> float | None:
-    """Return a number, also where it is alone in a list or a tensor; None for anything else.
+    """Parse a number, also if it is alone in a list or a tensor; None for anything else.
 
     >>> read_number([[1]]), read_number("1"), read_number(True)
     (1.0, None, 1.0)
@@ -195,9 +195,9 @@ def read_number(value: Any) -> float | None:
 
 
 def read_scores(value: Any, count: int) -> tuple[float | None, ...]:
-    """Return the `scores` of a function or server, if they are one finite number or None for each of `count` answers.
+    """Parse the `scores` of a function or server, if they are one finite number or None for each of `count` answers.
 
-    Empty if it is anything else, such as one number for all of them: that is only to be logged.
+    Empty for anything else, such as one number for all answers, which is only logged.
 
     >>> read_scores([1, None], 2), read_scores(0.5, 2), read_scores(["good", "bad"], 2)
     ((1.0, None), (), ())
@@ -216,7 +216,7 @@ def _is_reward(value: float) -> bool:
 
 
 def checked(name: str, values: Sequence[float | None], generations: Sequence[Generation]) -> list[float]:
-    """Return `values` if there is one finite and not absurd number per generation; RewardError otherwise."""
+    """Check that `values` has one finite, plausible number per generation; RewardError otherwise."""
     outcome = screened(name, RewardOutcome(tuple(values)), generations, on_failure="fail")
     for value, generation in zip(outcome.values, generations, strict=True):
         if value is None:
@@ -231,7 +231,7 @@ def checked(name: str, values: Sequence[float | None], generations: Sequence[Gen
 class ResultCache:
     """Content -> value, for one reward. `identity` is its code, arguments and version.
 
-    With a `path` every value is appended to that file, and those of the same identity in it are known from the start.
+    With a `path` every value is appended to that file, and its values of the same identity are loaded at the start.
     Several threads may add.
     """
 
@@ -243,7 +243,7 @@ class ResultCache:
         """Key -> outcome of one generation; None, does not apply, is a value."""
 
     def key(self, generation: Generation) -> str:
-        """Return the key of a generation: the reward's identity, the prompt with its label, and the answer's content.
+        """The cache key of a generation: the reward's identity, the prompt with its label, and the answer's content.
 
         Log-probabilities, seed and policy version do not count: the reward of an answer does not depend on them.
         """
@@ -263,20 +263,20 @@ class ResultCache:
         return sha256_text(json.dumps(content, separators=(",", ":")))
 
     def add(self, generations: Sequence[Generation], outcome: RewardOutcome) -> None:
-        """Keep what was scored. Failures are not kept, so that they are tried again."""
+        """Store the values of an outcome. Failures are not stored, so that they are retried."""
         kept = {self.key(one): outcome.row(at) for at, one in enumerate(generations) if at not in outcome.failures}
         with self._adding:
             self.known.update(kept)
             if self._path is not None and kept:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 with self._path.open("a", encoding="utf-8") as stream:
-                    # After a kill the last line may be half written: a line of its own begins what comes after it.
+                    # After a kill the last line may be half written: the next entry begins on a new line.
                     rows = ([key, *row.values, *(row.scores or [None])] for key, row in kept.items())
                     stream.write("".join(f"\n{json.dumps(row)}" for row in rows))
 
 
 def _read(path: Path) -> dict[str, RewardOutcome]:
-    """Return the content of a cache file; a truncated line is skipped."""
+    """Load the content of a cache file; a truncated line is skipped."""
     known: dict[str, RewardOutcome] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
@@ -303,10 +303,10 @@ class BatchedReward:
     """A `Reward` that puts batches to `workers`, each of which answers one batch at a time.
 
     A batch that fails is tried `retries` times more, after pauses that double. Then RewardError for `fail`; for `invalid`
-    it is halved, and its halves, down to the generations that fail alone: those become failures, the others are scored.
+    it is halved again and again, down to the generations that fail alone: these become failures, the others are scored.
     Answers that are compared with each other stay together: if one fails, its group (or batch) fails.
     Cached generations are not scored again, and equal ones are scored once. The values of a
-    batch are kept as soon as it is settled: neither a kill nor a batch that fails later makes them be paid for again.
+    batch are kept once it is settled: neither a kill nor a batch that fails later makes them be paid for again.
     """
 
     name: str
@@ -327,7 +327,7 @@ class BatchedReward:
             self._free.put(worker)
 
     def __call__(self, generations: Sequence[Generation]) -> RewardOutcome:
-        """Return the outcome for all generations."""
+        """Score all generations, from the cache where possible."""
         cache = self.cache
         if cache is None:
             return self._scored(generations)
@@ -377,7 +377,7 @@ class BatchedReward:
 
 
 def _may_pass(error: Exception) -> bool:
-    """True if the same batch may succeed later; what is wrong with it is logged."""
+    """True if the same batch may succeed later; the error is logged."""
     passes = isinstance(error, BatchFailed) and error.divisible
     if passes:
         logger.warning("%s; trying again", error)
@@ -385,7 +385,7 @@ def _may_pass(error: Exception) -> bool:
 
 
 def cut(generations: Sequence[Generation], size: int, *, compares: Compares) -> Sequence[Sequence[Generation]]:
-    """Return batches of `size` generations; where they are compared, of at least that many, and nothing is parted."""
+    """Split into batches of `size` generations; if they are compared, of at least that many, with whole groups."""
     if compares == "batch":
         return [generations]
     if compares == "group":
@@ -394,8 +394,9 @@ def cut(generations: Sequence[Generation], size: int, *, compares: Compares) -> 
 
 
 def whole_groups(rows: Sequence[Generation], *, at_least: int) -> list[list[Generation]]:
-    """Return the rows cut into pieces of `at_least` rows, or more: the answers to a prompt that follow each other stay
-    together, for rewards that are normalized among them or compare them."""
+    """Split the rows into pieces of at least `at_least` rows. Consecutive answers to a prompt stay together, for
+    rewards that normalize within them or compare them.
+    """
     pieces: list[list[Generation]] = []
     for _, group in groupby(rows, key=lambda one: one.prompt.id):
         if not pieces or len(pieces[-1]) >= at_least:
@@ -412,7 +413,7 @@ def bisect_failures(
     parts: Sequence[Sequence[Generation]],
     failed_calls: int,
 ) -> RewardOutcome:
-    """Return the outcome of a batch that failed with `error`: its parts are halved until one that fails stands alone."""
+    """The outcome of a batch that failed with `error`: its parts are halved until a failing one stands alone."""
     starts = [0, *accumulate(map(len, parts))]
     found: dict[int, RewardOutcome] = {}
     waiting: deque[tuple[int, int, RewardError]] = deque([(0, len(parts), error)])
@@ -434,7 +435,7 @@ def bisect_failures(
 
 
 def joined(outcomes: Sequence[RewardOutcome]) -> RewardOutcome:
-    """Return the outcomes of consecutive batches as one.
+    """Concatenate the outcomes of consecutive batches.
 
     >>> joined([RewardOutcome((1.0,), scores=(0.5,)), RewardOutcome((None, 2.0), {0: "late"})])
     RewardOutcome(values=(1.0, None, 2.0), failures={1: 'late'}, logs={}, scores=(0.5, None, None), asked=None)

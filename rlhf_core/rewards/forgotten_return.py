@@ -1,7 +1,7 @@
 """Find the function that may lack a `return`, once a reward function has returned None for an answer.
 
-None in so many words says that a reward does not apply. A function that ends without `return` gives the same None, and most
-often by mistake.
+An explicit None means that a reward does not apply. A function that ends without `return` also returns None, usually by
+mistake.
 """
 
 import ast
@@ -23,12 +23,12 @@ _INNER = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
 
 def forgotten_return(function: Callable[..., Any]) -> str:
-    """Return the place of a function that returns a value on some paths and ends without `return` on another, or whose
-    value is used and that never returns one; "" if there is none in `function` and the user's functions that it calls.
+    """Find a function that returns a value on some paths and ends without `return` on another, or that never returns
+    one although its value is used. Looks at `function` and the user's functions that it calls; "" if all are fine.
     """
     trees = [(one, tree) for one in _reached(function) for tree in [_tree(one)] if tree is not None]
     used = {name for _, tree in trees for name in _used(tree)}
-    # What a decorator has put in the place of a function has a name of its own.
+    # An object that a decorator puts in the place of a function has another name.
     used |= {one.__code__.co_name for one, _ in trees if hasattr(one, "__wrapped__") or _names_of(one) & used}
     for one, tree in trees:
         for node in ast.walk(tree):
@@ -108,7 +108,7 @@ def _forgets(node: Definition, used: set[str]) -> bool:
 
 
 def _own(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes of a function without those of the functions inside it."""
+    """Yield the nodes of a function without the nodes of the functions inside it."""
     waiting = list(ast.iter_child_nodes(node))
     while waiting:
         child = waiting.pop()
@@ -118,7 +118,7 @@ def _own(node: ast.AST) -> Iterator[ast.AST]:
 
 
 class _Plain(ast.NodeTransformer):
-    """Removes what keeps a function from being compiled alone, and `with`, whose body goes on where it does."""
+    """Removes the parts that prevent compiling a function alone, and `with`, whose body continues in its place."""
 
     def visit_Nonlocal(self, node: ast.Nonlocal) -> ast.AST:
         return ast.Pass()
@@ -131,7 +131,7 @@ class _Plain(ast.NodeTransformer):
 
 
 def _ends_open(node: Definition) -> bool:
-    """Return whether the end of a function can be reached: there the compiler keeps a `return`."""
+    """Whether the end of a function can be reached: there the compiler keeps a `return`."""
     function = _Plain().visit(copy.deepcopy(node))
     function.decorator_list = []
     function.body.append(ast.Return(ast.Constant(_END)))

@@ -19,8 +19,8 @@ class GenerativeModel:
     """A `Reward` that asks a frozen policy about each answer, and compares the log-probs of the replies in `verdicts`.
 
     A question that is longer than the `longest` row of the model is a failure of that answer, and RewardError for
-    `on_failure = "fail"`. Logs `mass`, the mean over the questions of the probability of all verdicts together: near 0 the
-    policy would say something else, and the rewards mean little.
+    `on_failure = "fail"`. Logs `mass`, the mean over the questions of the probability of all verdicts together: near 0
+    the policy would reply something else, and the rewards mean little.
     """
 
     name: str
@@ -35,7 +35,7 @@ class GenerativeModel:
         return self.config.on_failure
 
     def __call__(self, generations: Sequence[Generation]) -> RewardOutcome:
-        """Return one value per generation."""
+        """Score each generation with one value."""
         config, count = self.config, len(self.config.verdicts)
         rubrics = [read_rubric(config, self.name, one.prompt) for one in generations]
         asked = [
@@ -55,7 +55,7 @@ class GenerativeModel:
         return RewardOutcome(tuple(values), failures, {"mass": (mass, len(verdicts))} if verdicts else {})
 
     def _replies(self, question: str) -> list[TokenSample]:
-        """Return a question with each of the verdicts as the reply, whose tokens alone are masked in."""
+        """One sample per verdict: the question with that verdict as the reply, whose tokens alone are masked in."""
         ask = [Message("user", question)]
         replies = [
             self.chat.continuation(ask, [Message("assistant", verdict)], max_length=UNLIMITED)
@@ -64,7 +64,7 @@ class GenerativeModel:
         return [reply for reply in replies if reply is not None]  # nothing is cut, so there are all of them
 
     def _too_long(self, rows: Sequence[Sequence[TokenSample]], generation: Generation) -> str:
-        """Return why an answer cannot be judged, "" if it can; RewardError for `on_failure = "fail"`."""
+        """The reason why an answer is too long to be judged, "" if it is not; RewardError for `on_failure = "fail"`."""
         length = max(len(reply.token_ids) for row in rows for reply in row)
         if self.longest is None or length <= self.longest:
             return ""
@@ -79,7 +79,7 @@ class GenerativeModel:
 
 
 def expected_value(values: Sequence[float], logprobs: Sequence[float]) -> float:
-    """Return sum(p * value) / sum(p), with p = exp(logprob).
+    """Expected value sum(p * value) / sum(p), with p = exp(logprob).
 
     >>> expected_value([1.0, 0.0], [-1000.0, -1000.0])
     0.5

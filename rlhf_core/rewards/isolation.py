@@ -6,7 +6,7 @@ the same process would live to see its deadline.
 The child runs `python -m rlhf_core.rewards.isolation module:function settings` as a fork of the warm parent
 (`rlhf_core.processes.warm`), which has imported our modules but never user code. It reads lists of batches and answers each
 with a (kind, value) pair: the outcomes of the batches. It ends with the process that holds the other end of its input,
-however that process ends and whatever the function does then.
+however that process ends and even if the function is running.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ START_TIMEOUT_S = 120.0
 
 
 class WorkerSettings(BaseModel):
-    """Settings of the child beside the function's name; JSON on its command line."""
+    """Settings of the child besides the function's name; passed as JSON on its command line."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
     arguments: dict[str, Any] = {}
@@ -85,11 +85,11 @@ class IsolatedReward(Worker):
         self.is_async = self._start()
 
     def __call__(self, generations: Sequence[Generation]) -> list[float | None]:
-        """Return one value per generation, None where the reward does not apply."""
+        """One value per generation, None where the reward does not apply."""
         return list(self.outcome(generations).values)
 
     def outcome(self, generations: Sequence[Generation]) -> RewardOutcome:
-        """Return the values and the logs of the function."""
+        """Score the generations in the process: values and logs of the function."""
         if not generations:
             return RewardOutcome(())
         if self._host.process.poll() is not None:
@@ -146,7 +146,7 @@ class IsolatedReward(Worker):
         raise ConfigError(f"rewards.{self.name}.function", self.function, problem, remedy)
 
     def _answer(self, timeout_s: float) -> tuple[str, Any]:
-        """Return the next answer of the process, or how the process failed to give one; then it has been killed."""
+        """Wait for the process's next answer. If none comes, kill the process and describe its failure instead."""
         try:
             answer = self._answers.get(timeout=timeout_s)
         except queue.Empty:
@@ -177,7 +177,7 @@ def main(function: str, settings: WorkerSettings) -> None:
         send_message(answers, ("refused", str(error)))
         return
     if settings.memory_bytes:
-        # Allocations beyond it raise MemoryError, before the machine runs out. What is mapped and never written
+        # Allocations beyond it raise MemoryError, before the machine runs out. Memory that is mapped and never written
         # (libraries, reserved address space) does not count.
         resource.setrlimit(resource.RLIMIT_DATA, (settings.memory_bytes, settings.memory_bytes))
     send_message(answers, ("ready", reward.is_async))

@@ -32,7 +32,7 @@ _FINAL = frozenset({400, 401, 403, 404, 405, 413, 422})
 _CUT = re.compile(
     r"length|max|filter|limit|abort|error|safety|incomplete|cancel|interrupt|insufficient|recitation", re.IGNORECASE
 )
-"""What servers call the end of a reply that is not whole; OpenAI's words are `length` and `content_filter`."""
+"""Finish reasons of servers for an incomplete reply; OpenAI's are `length` and `content_filter`."""
 LONGEST_WAIT_S = 600.0
 """Longest `Retry-After` of a server that is waited for."""
 
@@ -61,9 +61,9 @@ class ChatEndpoint:
         self._client = httpx.Client(headers=bearer(f"{key}.token_env", config.token_env), limits=limits)
 
     def reply(self, messages: Sequence[Message], *, seed: int | None = None) -> tuple[str, bool]:
-        """Return the model's reply to a conversation, by a `seed` if there is one, and whether `max_tokens` cut it off.
+        """Request the model's reply to a conversation, with a `seed` if given; also whether `max_tokens` cut it off.
 
-        Raises ChatFailed if the server gives none.
+        Raises ChatFailed if the server sends none.
         """
         try:
             return retried(
@@ -85,7 +85,7 @@ class ChatEndpoint:
         self._client.close()
 
     def _said(self, messages: Sequence[Message], seed: int | None) -> tuple[str, bool]:
-        """Return the reply, and whether it was cut off; httpx.HTTPError for a fault, _Answered for another answer."""
+        """Request a reply, and whether it was cut off; httpx.HTTPError for a fault, _Answered for another answer."""
         config = self._config
         body = {
             "model": config.model,
@@ -141,9 +141,9 @@ _PLACE = re.compile(r"\{(prompt|completion|label|rubric|criterion|answers)\}")
 class Judge(Worker):
     """A `Reward` that sends one request per generation, criterion or group; `BatchedReward` runs `concurrency` at a time.
 
-    Requests are retried with exponential backoff, and a reply without a score, or with one outside of the range, is answered
-    with a request for one. Raises BatchFailed for an answer or a group that stays without. The order in which a group is
-    shown follows from `seed` and the prompt.
+    Requests are retried with exponential backoff, and after a reply without a score, or with one outside of the range,
+    the model is asked for one. Raises BatchFailed for an answer or a group that never gets a score. The order in which
+    a group is shown follows from `seed` and the prompt.
     """
 
     name: str
@@ -156,7 +156,7 @@ class Judge(Worker):
         self._endpoint = ChatEndpoint(f"rewards.{self.name}", self.config, pause=self.pause)
 
     def outcome(self, generations: Sequence[Generation]) -> RewardOutcome:
-        """Return the score of each generation; where answers are compared, all are answers to one prompt."""
+        """Score each generation; if answers are compared, all are answers to one prompt."""
         try:
             if self.config.compares == "group":
                 return self._compared(generations, shown(self._rubric(generations[0].prompt)))
@@ -180,7 +180,7 @@ class Judge(Worker):
         return joint_score(config, criteria, scores)
 
     def _compared(self, group: Sequence[Generation], rubric: str) -> RewardOutcome:
-        """Return the mean score of each answer over all orders, and how far the scores of the orders differ."""
+        """Mean score of each answer over all orders, and how far the scores of the orders differ."""
         config, prompt = self.config, group[0].prompt
         rows = []
         for order in orders_of(len(group), config.orders, seed=derive_seed(self.seed, "judge", prompt.id)):
@@ -203,7 +203,7 @@ class Judge(Worker):
 
 
 def questions(config: JudgedTerm, generation: Generation, criteria: Sequence[Criterion]) -> list[str]:
-    """Return what is asked about an answer: one question, or one for each criterion."""
+    """The questions that the judge is asked about an answer: a single one, or one for each criterion."""
     rubric = shown(criteria)
     if not config.by_criterion:
         return [filled(config.template, generation, rubric=rubric)]
@@ -213,14 +213,14 @@ def questions(config: JudgedTerm, generation: Generation, criteria: Sequence[Cri
 def joint_score(
     config: JudgeReward | GenerativeReward, criteria: Sequence[Criterion], scores: Sequence[float]
 ) -> float:
-    """Return the reward of the scores that the `questions` about an answer got."""
+    """Combine the scores of the `questions` about an answer into one reward."""
     if not config.by_criterion:
         return scores[0]
     return weighted_share(criteria, [(score - config.low) / (config.high - config.low) for score in scores])
 
 
 def ask_for(endpoint: ChatEndpoint, question: str, read: Callable[[str], T], *, corrections: int) -> T:
-    """Return what `read` finds in the reply to a question; one for which it raises ValueError is answered with a correction.
+    """Ask a question and parse the reply with `read`; if it raises ValueError, the model gets a correction.
 
     Raises ChatFailed if the server gives no reply, and the last ValueError after `corrections` of them.
     """
@@ -239,7 +239,7 @@ def ask_for(endpoint: ChatEndpoint, question: str, read: Callable[[str], T], *, 
 
 
 def filled(template: str, generation: Generation, **parts: str) -> str:
-    """Return the template with prompt, completion, label and `parts` filled in; placeholders in them stay as they are."""
+    """Fill prompt, completion, label and `parts` into the template; placeholders inside them are not replaced."""
     known = {
         "prompt": prompt_text(generation.prompt.messages),
         "completion": generation.completion.text,
@@ -249,7 +249,7 @@ def filled(template: str, generation: Generation, **parts: str) -> str:
 
 
 def orders_of(count: int, number: int, *, seed: int) -> list[list[int]]:
-    """Return `number` orders of `count` answers: a shuffled one, the same reversed, both turned on, and so on.
+    """`number` orders of `count` answers: a shuffled one, its reverse, both rotated by one, and so on.
 
     So the places of an answer in an order and in the reversed one add up to the same for all answers.
 

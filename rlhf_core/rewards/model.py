@@ -2,9 +2,9 @@
 
 Check reward models from outside: the contents that their folders need, and the probes of their contracts.
 
-One of ours is a decoder with a linear head `score` of one output, read at a sequence's last token, and a tokenizer with a
-chat template. `AutoModelForSequenceClassification` writes such folders, and so does OpenRLHF, which leaves the number of
-outputs out of `config.json`.
+A reward model of ours is a decoder with a linear head `score` of one output, read at a sequence's last token, and a
+tokenizer with a chat template. `AutoModelForSequenceClassification` writes such folders, and so does OpenRLHF, which
+leaves the number of outputs out of `config.json`.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Contract:
 
     @classmethod
     def read(cls, folder: Path) -> Contract:
-        """Return the contract of the reward model in `folder`; ArtifactError if it is missing or not readable."""
+        """Load the contract of the reward model in `folder`; ArtifactError if it is missing or not readable."""
         with _contract_in(folder, "reward_model", "is not a valid contract") as content:
             return cls(
                 max_length=content["max_length"],
@@ -89,7 +89,7 @@ def _contract_in(folder: Path, kind: str, rule: str) -> Iterator[dict[str, Any]]
 
 
 def verify_contract(trainer: Trainer, contract: Contract) -> None:
-    """Score the probe sequences again; ArtifactError if a score moved: wrong head, wrong padding, other weights."""
+    """Score the probe sequences again; ArtifactError if a score differs: wrong head, wrong padding, other weights."""
     check_scores("reward_model", trainer.scores(contract.probe), contract.probe_scores)
 
 
@@ -107,11 +107,11 @@ def check_scores(kind: str, scores: Sequence[float], expected: Sequence[float]) 
 def score_with_reward_model(
     trainer: Trainer, chat: PromptRenderer, generations: Sequence[Generation], *, max_length: int
 ) -> list[float]:
-    """Return one score per generation of its prompt and completion tokens as sampled, read at the last token.
+    """Score prompt and completion of each generation, tokens as sampled, with the head's output at the last token.
 
-    Nothing is decoded and tokenized again, and no end token is added to an answer that was cut off. Beyond
-    `max_length` tokens the sequence is cut, as it was in training. ConfigError when `chat`, the reward model's own
-    template, reads prompts or tokens in another way than the policy (`check_rendering`).
+    Nothing is decoded and tokenized again, and no end token is added to an answer that was cut off. Beyond `max_length`
+    tokens the sequence is cut, as in training. ConfigError when `chat`, the reward model's own template, reads prompts
+    or tokens in another way than the policy (`check_rendering`).
     """
     check_rendering(chat, generations)
     sequences = [generation.prompt_ids + generation.completion.token_ids for generation in generations]
@@ -122,7 +122,7 @@ def score_with_reward_model(
 
 
 def check_rendering(chat: PromptRenderer, generations: Sequence[Generation]) -> None:
-    """Raise ConfigError when `chat` renders one of the first prompts to other tokens than the policy saw.
+    """Raise ConfigError if `chat` renders one of the first prompts to other tokens than the policy saw.
 
     An agent may have added tools or text to the prompt, which no template renders from the prompt alone: for a completion
     with spans it is enough that the tokens mean the same text.
@@ -132,7 +132,7 @@ def check_rendering(chat: PromptRenderer, generations: Sequence[Generation]) -> 
 
 
 def _in_bfloat16(scores: Sequence[float]) -> bool:
-    """Return whether every score is a bfloat16 number, as only a model that computes in bfloat16 makes them."""
+    """Whether every score is exactly a bfloat16 number, which indicates that the model computes in bfloat16."""
     return all(struct.pack(">f", score)[2:] == b"\0\0" for score in scores)
 
 
@@ -172,7 +172,7 @@ class ProcessContract:
 
     @classmethod
     def read(cls, folder: Path) -> ProcessContract:
-        """Return the contract of the model in `folder`; ArtifactError if it is missing, or not of such a model."""
+        """Load the contract of the model in `folder`; ArtifactError if it is missing or for another kind of model."""
         rule = "is not a valid contract of a process reward model"
         with _contract_in(folder, "process_reward_model", rule) as content:
             if content["reduce"] not in get_args(StepReduction):
@@ -188,7 +188,7 @@ class ProcessContract:
 
 
 def verify_process_contract(trainer: Trainer, contract: ProcessContract) -> None:
-    """Score the probes' steps again; ArtifactError if a score moved: wrong head, wrong padding, other weights."""
+    """Score the probes' steps again; ArtifactError if a score differs: wrong head, wrong padding, other weights."""
     found, expected = trainer.step_scores(contract.probe), contract.probe_scores
     scores = [score for row in found for score in row]
     check_scores("process_reward_model", scores, [score for row in expected for score in row])
@@ -203,7 +203,7 @@ def score_with_process_reward_model(
     max_length: int,
     reduce: StepReduction,
 ) -> list[float]:
-    """Return one score per generation, `reduce` over the probabilities that its steps are right, on the tokens as sampled.
+    """Score each generation: `reduce` over the probabilities that its steps are right, on the tokens as sampled.
 
     A step that the token limit or `max_length` cut off is read at its last token. ConfigError when `chat`, the model's
     own template, reads prompts or tokens in another way than the policy (`check_rendering`).
@@ -219,10 +219,10 @@ def score_with_process_reward_model(
 
 
 def judged(generation: Generation, splitter: Splitter, *, max_length: int) -> TokenSample:
-    """Return prompt and completion, cut to `max_length` tokens, with the mask at the last token of each step.
+    """Prompt and completion as one sample, cut to `max_length` tokens, with the mask at the last token of each step.
 
-    The steps are those of the policy: each of its turns is split alone, and what an environment wrote between them is no
-    step. A completion without tokens is read at the prompt's last token.
+    Only the policy's text has steps: each of its turns is split alone, and text of an environment between them has
+    none. A completion without tokens is read at the prompt's last token.
     """
     before = len(generation.prompt_ids)
     completion = generation.completion
@@ -238,7 +238,7 @@ def judged(generation: Generation, splitter: Splitter, *, max_length: int) -> To
 
 
 def turns_of(action_mask: Sequence[int]) -> list[tuple[int, int]]:
-    """Return start and end (exclusive) of each run of sampled tokens.
+    """Start and end (exclusive) of each run of sampled tokens.
 
     >>> turns_of((1, 1, 0, 1))
     [(0, 2), (3, 4)]
@@ -248,7 +248,7 @@ def turns_of(action_mask: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def step_ends_sample(token_ids: Sequence[int], ends: Sequence[int]) -> TokenSample:
-    """Return `token_ids` with the mask 1 at the positions `ends`.
+    """`token_ids` as a sample with mask 1 at the positions `ends`.
 
     >>> step_ends_sample((5, 6, 7), [1, 2]).loss_mask
     (0, 1, 1)
@@ -280,10 +280,10 @@ PROBES = (
 
 
 def has_scalar_head(folder: Path) -> bool:
-    """Return whether the weights in a folder, if it can be read, are those of a reward model or value model."""
+    """Whether a folder, if it can be read, has the weights of a reward model or value model."""
     try:
         return HEAD in _shapes(folder)
-    except ConfigError:  # damaged, or a pointer to what was not fetched: who reads the weights names the file
+    except ConfigError:  # damaged, or a pointer to an unfetched file: the reader of the weights names it
         return False
 
 
@@ -323,12 +323,12 @@ def check_classifier(folder: Path, *, template: bool = True) -> None:
 
 
 def single_output(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a `config.json` with `num_labels` 1, as transformers would otherwise assume 2."""
+    """A `config.json` with `num_labels` 1, because transformers would otherwise assume 2."""
     return {**config, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 
 
 def probe_messages() -> list[tuple[tuple[Message, ...], str]]:
-    """Return the probes as prompts and answers."""
+    """The probes as prompts and answers."""
     return [((Message("user", question),), answer) for question, answer in PROBES]
 
 
@@ -385,7 +385,7 @@ def _refused(folder: Path, rule: str, remedy: str) -> ConfigError:
 
 
 def check_reward_models(config: RewardsConfig, reward_models: Mapping[str, ModelRef]) -> None:
-    """Raise ConfigError when a term names a model that is not among the inputs, or one of another kind than it reads."""
+    """Raise ConfigError if a term names a model that is not among the inputs, or a model of the wrong kind."""
     for name, spec in config.terms.items():
         for key, model in models_of(spec):
             if model not in reward_models:

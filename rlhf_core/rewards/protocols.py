@@ -11,10 +11,10 @@
 In `trl` prompt and completion are text where the data had the prompt as text, and messages where it had turns, as in
 TRL: the completion is then `[{"role": "assistant", "content": text}]`. A function that raises since it takes text for
 messages gets messages for every prompt, with a warning. A function gets the keywords that it names, and all of them if it
-takes `**kwargs`; what is configured as `arguments` comes on top and wins.
+takes `**kwargs`; configured `arguments` are added and take precedence.
 
 Columns come from the prompt's label. If it is a JSON object, each of its fields is a column (None in rows without it).
-`label`, `labels`, `solution` and `answer` are the label itself where the object has no such field. Beside them stand
+`label`, `labels`, `solution` and `answer` are the label itself where the object has no such field. Further columns are
 `prompt_id`, `source`, `messages`, `completion_ids`, `action_mask` (per token: 1 sampled, 0 an environment's) and
 `finish_reason`.
 
@@ -77,16 +77,16 @@ class Adapted:
 
     @property
     def is_async(self) -> bool:
-        """Return whether its batches may be gathered on one loop."""
+        """Whether its batches may be gathered on one loop."""
         return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(
             getattr(self.function, "__call__", None)  # noqa: B004 - an object whose call is async
         )
 
     def outcomes(self, batches: Sequence[Sequence[Generation]], runner: asyncio.Runner) -> list[RewardOutcome]:
-        """Return the outcome of each batch; whatever the function raises goes through.
+        """Call the function on each batch. Exceptions of the function are not caught.
 
-        The batches of an async function are under way together. Any other is called outside of the loop, so that it may
-        run one of its own.
+        The batches of an async function run concurrently. Any other function is called outside of the loop, so that it
+        may start a loop itself.
         """
         try:
             found = self._outcomes(batches, runner)
@@ -160,7 +160,7 @@ class Adapted:
         return self.function(**{**self._accepted(given), **self.arguments})
 
     def _accepted(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Return the keyword arguments in `given` that the function accepts."""
+        """The keyword arguments in `given` that the function accepts."""
         parameters = inspect.signature(self.function).parameters.values()
         if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters):
             return given
@@ -169,7 +169,7 @@ class Adapted:
 
 
 def adapt(function: Callable[..., Any], *, protocol: AnyProtocol, arguments: Mapping[str, Any]) -> Adapted:
-    """Return `function` ready to be called; ConfigError when its parameters fit no protocol or not the `arguments`."""
+    """Wrap `function` for calls; ConfigError if its parameters fit no protocol or not the `arguments`."""
     parameters = inspect.signature(function).parameters
     return Adapted(function, check_arguments(parameters, arguments, protocol, fields=None), dict(arguments))
 
@@ -217,7 +217,7 @@ def check_arguments(
 
 
 def protocol_of(parameters: Mapping[str, inspect.Parameter], arguments: Mapping[str, Any]) -> Protocol:
-    """Return the protocol by the names of the parameters; ConfigError if none fits."""
+    """Choose the protocol by the names of the parameters; ConfigError if none fits."""
     named = [
         name
         for name, one in parameters.items()
@@ -241,7 +241,7 @@ def protocol_of(parameters: Mapping[str, inspect.Parameter], arguments: Mapping[
 
 
 def prompt_text(messages: Sequence[Message]) -> str:
-    r"""Return a conversation as text: one message is its content, several are `role: content` with an empty line after.
+    r"""A conversation as text: one message is its content, several are `role: content` with an empty line after each.
 
     No chat template is applied, so the text does not depend on a model.
 
@@ -254,7 +254,7 @@ def prompt_text(messages: Sequence[Message]) -> str:
 
 
 def columns_of(generations: Sequence[Generation]) -> dict[str, list[Any]]:
-    """Return column -> one value per generation (see the module)."""
+    """Build column -> one value per generation (see the module)."""
     rows = [label_fields(one.prompt.label) for one in generations]
     names = dict.fromkeys(name for row in rows for name in row)
     columns: dict[str, list[Any]] = {name: [row.get(name) for row in rows] for name in names}
@@ -273,7 +273,7 @@ def columns_of(generations: Sequence[Generation]) -> dict[str, list[Any]]:
 
 
 def read_result(answer: Any, count: int, *, also: Logs = MappingProxyType({})) -> RewardOutcome:
-    """Return a function's result as an outcome of plain floats; ValueError or TypeError if it holds no numbers."""
+    """Parse a function's result into an outcome of plain floats; ValueError or TypeError if it holds no numbers."""
     logs = [also]
     scores: tuple[float | None, ...] = ()
     if isinstance(answer, Mapping):
@@ -316,7 +316,7 @@ def _name(function: Callable[..., Any]) -> str:
 
 
 def _said(generations: Sequence[Generation], protocol: Protocol) -> dict[str, Any]:
-    """Prompts and completions, as messages or as text."""
+    """Convert prompts and completions to messages or to text."""
     talks = [protocol == "trl_messages" or (protocol == "trl" and one.prompt.conversational) for one in generations]
     prompts, completions = [], []
     for one, talk in zip(generations, talks, strict=True):
@@ -331,7 +331,7 @@ def _plain(messages: Sequence[Message]) -> list[dict[str, str]]:
 
 
 def _number(value: Any) -> float | None:
-    """Return a reward, or None where it does not apply; ValueError for anything else."""
+    """Parse a reward, None if it does not apply; ValueError for anything else."""
     number = read_number(value)
     if number is None and plain_list(value) != [None]:
         found = value.tolist() if hasattr(value, "tolist") else value

@@ -1,4 +1,4 @@
-"""Call reward servers by OpenRLHF's contract: POST `query`, `prompts`, `labels`; back come `rewards`.
+"""Call reward servers by OpenRLHF's contract: POST `query`, `prompts`, `labels`; the response has `rewards`.
 
     {"query": ["2+2? 4"], "prompts": ["2+2? "], "labels": ["4"]}  ->  {"rewards": [1.0], "extra_logs": {"hits": 1.0}}
 
@@ -40,7 +40,7 @@ QueryText = Callable[[Generation], str]
 
 
 def plain_query(generation: Generation) -> str:
-    """Return prompt and answer as text, without a chat template."""
+    """Prompt and answer as text, without a chat template."""
     return prompt_text(generation.prompt.messages) + generation.completion.text
 
 
@@ -48,10 +48,11 @@ def plain_query(generation: Generation) -> str:
 class RemoteRewardClient(Worker):
     """A `Reward` from servers at `urls`: batches go to them in turn, and from a failed one to the next. Threads may share it.
 
-    `timeout_s` is for one try; connecting has 5 s of its own, and the last read of an answer that arrives slowly may be late
-    by as much again. So a batch has an answer or fails within (retries + 1) * (2 * timeout_s + 13 s), mostly far sooner.
-    BatchFailed names URL, status and prompts. `query` makes the text that is sent: for a server that scores with
-    a model, prompt and answer rendered as that model reads them. Close it, or use it in a `with` block.
+    `timeout_s` is for one try; connecting has a separate limit of 5 s, and the last read of an answer that arrives
+    slowly may be late by as much again. So a batch has an answer or fails within (retries + 1) * (2 * timeout_s + 13
+    s), mostly far sooner. BatchFailed names URL, status and prompts. `query` makes the text that is sent: for a server
+    that scores with a model, prompt and answer rendered as that model reads them. Close it, or use it in a `with`
+    block.
     """
 
     name: str
@@ -71,7 +72,7 @@ class RemoteRewardClient(Worker):
         self._client.close()
 
     def __call__(self, batch: Sequence[Generation]) -> RewardOutcome:
-        """Return one value per generation, None for null, and the server's logs."""
+        """One value per generation, None for null, and the server's logs."""
         body = {
             "query": [self.query(one) for one in batch],
             "prompts": [prompt_text(one.prompt.messages) for one in batch],
@@ -97,7 +98,7 @@ class RemoteRewardClient(Worker):
         raise self._failure(batch, problems)
 
     def _post(self, url: str, body: Mapping[str, Any]) -> Any:
-        """Return the JSON that `url` answers within the deadline, else _NoRewards."""
+        """Post `body` to `url` and decode the JSON answer; _NoRewards if it does not arrive within the deadline."""
         try:
             answer = post(self._client, self._addresses[url], body, timeout_s=self.timeout_s)
         except httpx.TimeoutException:
@@ -122,7 +123,7 @@ class RemoteRewardClient(Worker):
 
 
 def read_answer(answer: Any, count: int) -> RewardOutcome:
-    """Return the rewards of a server's answer with its logs; _NoRewards if they are not `count` numbers or nulls."""
+    """Parse the rewards and logs of a server's answer; _NoRewards if the rewards are not `count` numbers or nulls."""
     if not isinstance(answer, dict) or not isinstance(answer.get("rewards"), list):
         raise _NoRewards(f"returned no list of rewards: {without_secrets(str(answer))[:100]}")
     values = [_number(value) for value in answer["rewards"]]
@@ -154,7 +155,7 @@ class _Health:
 
 
 class _Rotation:
-    """The URLs in turn, those that failed lately last. Several threads use it."""
+    """The URLs in turn, recently failed ones last. Several threads use it."""
 
     def __init__(self, urls: Sequence[str]) -> None:
         self._health = {url: _Health() for url in urls}
@@ -162,7 +163,7 @@ class _Rotation:
         self._lock = threading.Lock()
 
     def next(self, *, avoid: Collection[str]) -> str | None:
-        """Return the next URL; None if all are to be avoided."""
+        """The next URL; None if all are to be avoided."""
         with self._lock:
             urls = list(self._health)
             turn = [url for url in urls[self._turn :] + urls[: self._turn] if url not in avoid]
@@ -185,7 +186,7 @@ class _Rotation:
 
 
 def _number(value: Any) -> float | None:
-    """Return a number, also alone in a list, as OpenRLHF's server answers for some models."""
+    """Parse a number, also alone in a list, as OpenRLHF's server answers for some models."""
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     if value is None:

@@ -1,7 +1,7 @@
 """Read the rubric of a prompt, a list of weighted criteria in a field of its label, and weigh the verdicts on them.
 
 Rubrics as rewards (arXiv 2507.17746): a judge's verdict on each criterion, or one on all of them. Rows of published sets are
-read as they are: `criterion` or `description`, with `weight` or `points`; other fields of a criterion are not shown.
+read unchanged: `criterion` or `description`, with `weight` or `points`; other fields of a criterion are not shown.
 """
 
 import json
@@ -21,14 +21,14 @@ SHOWN = 60  # characters of a prompt or a value in an error
 
 @dataclass(frozen=True, slots=True)
 class Criterion:
-    """One point of a rubric. A negative weight is that of a fault."""
+    """One point of a rubric. A negative weight marks a fault."""
 
     text: str
     weight: float = 1.0
 
 
 def rubric_of(prompt: Prompt, column: str, *, key: str) -> tuple[Criterion, ...]:
-    """Return the criteria of a prompt; ConfigError, with the `key` of the option that names the column, if it has none.
+    """Parse the criteria of a prompt; ConfigError, with the `key` of the option that names the column, if it has none.
 
     >>> prompt = Prompt("p", (), '{"rubric": [{"criterion": "It is short.", "weight": 2}]}', "all")
     >>> rubric_of(prompt, "rubric", key="rubric_column")
@@ -53,19 +53,19 @@ def rubric_of(prompt: Prompt, column: str, *, key: str) -> tuple[Criterion, ...]
 
 
 def read_rubric(config: JudgedTerm, name: str, prompt: Prompt) -> tuple[Criterion, ...]:
-    """Return the criteria that the term `name` has for a prompt; none if it reads no rubric."""
+    """The criteria that the term `name` has for a prompt; none if it reads no rubric."""
     column = config.rubric_column
     return rubric_of(prompt, column, key=f"rewards.{name}.rubric_column") if column else ()
 
 
 def named(prompt: Prompt) -> str:
-    """Return a prompt as errors name it: its id and how it begins."""
+    """A prompt as errors name it: its id and its first words."""
     text = prompt.messages[-1].content if prompt.messages else ""
     return f"prompt {prompt.id} ({text[:SHOWN]!r})"
 
 
 def shown(criteria: Sequence[Criterion]) -> str:
-    """Return a rubric as a judge sees it: numbered, with the weights if they differ.
+    """A rubric as a judge sees it: numbered, with the weights if they differ.
 
     >>> print(shown([Criterion("It is short."), Criterion("It is rude.", -2.0)]))
     1. It is short. (weight 1)
@@ -79,7 +79,7 @@ def shown(criteria: Sequence[Criterion]) -> str:
 
 
 def weighted_share(criteria: Sequence[Criterion], met: Sequence[float]) -> float:
-    """Return sum(w * m) / sum(w > 0) for verdicts m in [0, 1]: 1 if all that is wanted is met, and no fault.
+    """Weighted share sum(w * m) / sum(w > 0) of verdicts m in [0, 1]: 1 if every wanted criterion is met, and no fault.
 
     >>> weighted_share([Criterion("a", 3.0), Criterion("b", 1.0), Criterion("fault", -2.0)], [1.0, 0.0, 0.5])
     0.5
@@ -89,7 +89,7 @@ def weighted_share(criteria: Sequence[Criterion], met: Sequence[float]) -> float
 
 
 def check_rubrics(rewards: RewardsConfig | None, prompts: Sequence[Prompt], *, key: str) -> None:
-    """Raise ConfigError for a prompt without the rubric that one of the terms of its source reads."""
+    """Raise ConfigError for a prompt that lacks the rubric read by a term of its source."""
     for name, column, sources in columns_read(rewards):
         for prompt in prompts:
             if not sources or prompt.source in sources:
@@ -104,7 +104,7 @@ def columns_read(rewards: RewardsConfig | None) -> Iterator[tuple[str, str, tupl
 
 
 def _parsed(label: str) -> Any:
-    """Return a label that is a JSON list as such, and any other one as its text."""
+    """Parse a label that is a JSON list; any other one stays text."""
     try:
         return json.loads(label) if label.lstrip().startswith("[") else label
     except (ValueError, RecursionError):
@@ -112,7 +112,7 @@ def _parsed(label: str) -> Any:
 
 
 def _criterion(row: Any) -> Criterion:
-    """Return a row of a rubric; ValueError or TypeError if it is none."""
+    """Parse a row of a rubric; ValueError or TypeError if it is none."""
     if isinstance(row, str):
         text, weight = row, 1.0
     else:

@@ -46,9 +46,9 @@ Components = Mapping[str, Sequence[float | None]]
 def compose(
     components: Components, composition: Composition, weights: Mapping[str, float], groups: Sequence[str]
 ) -> list[float | None]:
-    """Return one reward per generation, combined by the configuration; None where no term of `weights` applies.
+    """Combine the components of each generation into one reward; None if no term of `weights` applies.
 
-    `groups` names the prompt of each generation: what has the same name is one group.
+    `groups` names the prompt of each generation: generations with the same name form one group.
     """
     match composition:
         case WeightedSum():
@@ -60,7 +60,7 @@ def compose(
 
 
 def weighted_sum(components: Components, weights: Mapping[str, float]) -> list[float | None]:
-    """Return sum over the terms of `weights` that apply of weight * value, per generation; None where none does.
+    """Sum of weight * value over the terms of `weights` that apply, per generation; None if none does.
 
     >>> weighted_sum({"a": [1.0, None], "b": [0.5, None]}, {"a": 1.0, "b": 2.0})
     [2.0, None]
@@ -72,7 +72,7 @@ def weighted_sum(components: Components, weights: Mapping[str, float]) -> list[f
 def gated_product(
     components: Components, weights: Mapping[str, float], *, gates: Sequence[str], closed: float
 ) -> list[float | None]:
-    """Return g * (weighted sum of the other terms) + (1 - g) * closed, g the product of the gates.
+    """Compute g * (weighted sum of the other terms) + (1 - g) * closed, with g the product of the gates.
 
     A bare product would pay for failing the gate wherever the sum is negative; hence `closed`. Behind a gate that is
     shut the other terms need not apply. RewardError when a gate is outside [0, 1].
@@ -93,7 +93,7 @@ def gated_product(
 
 
 def in_group(values: Sequence[float | None], groups: Sequence[str]) -> list[float | None]:
-    """Return (value - mean) / std of the values of the same group, 0 where they do not differ: GDPO, arXiv 2601.05242.
+    """Normalize (value - mean) / std within each group, 0 where its values are equal: GDPO, arXiv 2601.05242.
 
     The standard deviation is the sample's (divisor G - 1), as in `rlhf_core.algorithms.advantage.group`.
 
@@ -139,14 +139,14 @@ logger = logging.getLogger(__name__)
 
 NO_REWARD = "no reward applies"
 REWARD = ""
-"""Key of the composed reward's normalizer, beside the terms' names."""
+"""Key of the composed reward's normalizer, among the terms' names."""
 _NOT_IN_A_NAME = re.compile(r"[^\w\-. ]")
 
 
 class Scorer:
     """Scores generations with opened terms.
 
-    Holds the step, for weights that change, the running normalizers, and what the rewards logged and failed for in the
+    Holds the step, for weights that change, the running normalizers, and the logs and failures of the rewards in the
     step; `state` and `restore` are for checkpoints.
     """
 
@@ -173,7 +173,7 @@ class Scorer:
         self._ranges: dict[str, tuple[float, float, int]] = {}
 
     def __call__(self, generations: Sequence[Generation]) -> list[Rollout]:
-        """Return one rollout per generation, in order; RewardError names the reward and the prompt.
+        """Score the generations: one rollout each, in order. RewardError names the reward and the prompt.
 
         A generation that failed is not shown to any reward. It is invalid, and so is one for which a term that counts
         failed, or to which none applies: its reward is NaN and `invalid` is the reason.
@@ -201,7 +201,7 @@ class Scorer:
         ]
 
     def comparable(self) -> Scorer:
-        """Return a scorer with the same rewards and no normalization, so that scores of different steps can be compared.
+        """A scorer with the same rewards and no normalization, so that scores of different steps can be compared.
 
         Clipping bounds apply to normalized values and are dropped, too. Running statistics, logs and counts stay unchanged.
         """
@@ -216,7 +216,7 @@ class Scorer:
         return Scorer(self._config.model_copy(update=plain), self._rewards, self._agents)
 
     def logs(self) -> Metrics:
-        """Return the logs of the rewards in this step: means, and for terms that may fail the share that did.
+        """The logs of the rewards in this step: means, and for terms that may fail the fraction that did.
 
         `reward_constant/<term>` is 1 if all answers of the step got one value from the term, and 0 otherwise. A term that
         becomes constant is a warning in the log: nothing can be learned from it.
@@ -232,17 +232,17 @@ class Scorer:
         return means | {_metric("reward_constant", name): float(same) for name, same in constant.items()}
 
     def failed(self) -> Counts:
-        """Return how many of how many answers failed in this step: episodes by their agent, and each `rewards.terms.<name>`."""
+        """The number of failed answers in this step, and of all: episodes by agent, and each `rewards.terms.<name>`."""
         return self._failed
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint (JSON)."""
+        """The state for a checkpoint (JSON)."""
         terms = {name: asdict(normalizer) for name, normalizer in self._normalizers.items()}
         kept = {"normaliser": terms.pop(REWARD), "terms": terms, "logs": self._logs, "failed": self._failed}
         return kept | {"ranges": self._ranges}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`; that of an earlier version lacks failures and values."""
+        """Continue from `state`; a state of an earlier version lacks failures and values."""
         normalizers = {REWARD: state["normaliser"], **state["terms"]}
         self._normalizers = {name: RunningNormalizer(**kept) for name, kept in normalizers.items()}
         self._logs = {name: (total, count) for name, (total, count) in state["logs"].items()}
@@ -250,7 +250,7 @@ class Scorer:
         self._ranges = {name: (low, high, count) for name, (low, high, count) in state.get("ranges", {}).items()}
 
     def _outcomes(self, generations: Sequence[Generation]) -> dict[str, RewardOutcome]:
-        """Return the outcome of each reward; those in other processes run concurrently, and beside the models here."""
+        """Call each reward. Rewards in other processes run concurrently, and at the same time as the models here."""
 
         def outcome(name: str) -> RewardOutcome:
             sources = self._config.terms[name].sources
@@ -266,12 +266,12 @@ class Scorer:
             return {name: here[name] if name in here else waiting[name].result() for name in self._rewards}
 
     def _scores(self, outcomes: Mapping[str, RewardOutcome], weights: Mapping[str, float]) -> Sequence[float | None]:
-        """Return the scores that the only term with a weight gave beside its values; of several none is the reward's."""
+        """The `scores` of the only term with a weight, returned next to its rewards; empty for several terms."""
         only = next(iter(weights)) if len(weights) == 1 else None
         return outcomes[only].scores if only else ()
 
     def _weights(self) -> dict[str, float]:
-        """Return the weights of the terms that count; one whose schedule is at 0 now still applies."""
+        """The weights of the terms that count; one whose schedule is at 0 now still applies."""
         counting = {name: spec for name, spec in self._config.terms.items() if spec.weight or spec.weight_end}
         return {name: _weight_at(spec, self._step) for name, spec in counting.items()}
 
@@ -289,7 +289,7 @@ class Scorer:
     def _scaled(
         self, values: Sequence[float | None], config: Term | RewardsConfig, name: str = REWARD
     ) -> list[float | None]:
-        """Return the values of a term, or of the reward, normalized by all so far and clipped."""
+        """Normalize the values of a term, or of the reward, by the running statistics, and clip them."""
         present = [value for value in values if value is not None]
         if config.normalize == "running":
             self._normalizers[name] = self._normalizers[name].updated(present)
@@ -300,7 +300,7 @@ class Scorer:
     def _reason(
         self, at: int, outcomes: Mapping[str, RewardOutcome], weights: Mapping[str, float], reward: float | None
     ) -> str:
-        """Return why a generation has no reward, "" if it has one. A term without a weight may fail."""
+        """The reason why a generation has no reward, "" if it has one. A term without a weight may fail."""
         composition = self._config.composition
         gates = composition.gates if isinstance(composition, GatedProduct) else ()
         for name, outcome in outcomes.items():
@@ -351,7 +351,7 @@ class Scorer:
 
 
 def spread(outcome: RewardOutcome, places: Sequence[int], count: int) -> RewardOutcome:
-    """Return the outcome for `count` generations of a reward that was shown those at `places`.
+    """Extend the outcome of a reward that was shown only the generations at `places` to all `count` generations.
 
     >>> spread(RewardOutcome((1.0, None), failures={1: "late"}), [0, 2], 3)
     RewardOutcome(values=(1.0, None, None), failures={2: 'late'}, logs={}, scores=(), asked=2)
@@ -381,7 +381,7 @@ def open_scorer(
 
 
 def component_means(rollouts: Sequence[Rollout]) -> Metrics:
-    """Return the mean of each component over the valid rollouts that it applies to, as `reward_component/name`."""
+    """Mean of each component over the valid rollouts that it applies to, as `reward_component/name`."""
     found: defaultdict[str, list[float]] = defaultdict(list)
     for rollout in (one for one in rollouts if not one.invalid):
         for name, value in rollout.reward_components.items():
@@ -408,5 +408,5 @@ def _weight_at(spec: Term, step: int) -> float:
 
 
 def _metric(*parts: str) -> str:
-    """Return the name of a metric; functions may log under any name."""
+    """A valid name for a metric, because functions may log under any name."""
     return "/".join(_NOT_IN_A_NAME.sub("_", part) for part in parts)

@@ -26,11 +26,11 @@ class RunningNormalizer:
 
     @classmethod
     def empty(cls) -> RunningNormalizer:
-        """Return the normalizer that has seen nothing."""
+        """A normalizer without observations."""
         return cls(count=0, mean=0.0, squares=0.0)
 
     def updated(self, values: Sequence[float]) -> RunningNormalizer:
-        """Return the normalizer that has also seen `values`."""
+        """The normalizer with `values` added to its statistics."""
         if not values:
             return self
         mean, size = fmean(values), len(values)
@@ -43,13 +43,13 @@ class RunningNormalizer:
         )
 
     def normalized(self, values: Sequence[float]) -> list[float]:
-        """Return (value - mean) / std over the values so far; 0.0 while they do not vary."""
+        """Normalize (value - mean) / std by the values so far; 0.0 while they do not vary."""
         std = math.sqrt(self.squares / self.count) if self.count else 0.0
         return [(value - self.mean) / (std + STD_EPS) if std > 0 else 0.0 for value in values]
 
 
 def clipped(values: Sequence[float], *, limit: float) -> list[float]:
-    """Return the values within +-limit.
+    """Clip the values to +-limit.
 
     >>> clipped([-9.0, 0.5, 9.0], limit=5.0)
     [-5.0, 0.5, 5.0]
@@ -58,7 +58,7 @@ def clipped(values: Sequence[float], *, limit: float) -> list[float]:
 
 
 def linear_weight(step: int, *, start: float, end: float, steps: int) -> float:
-    """Return the weight at `step`: from `start` at step 0 in a straight line to `end` at `steps`, and `end` after it.
+    """Interpolate the weight at `step`: in a straight line from `start` at step 0 to `end` at `steps`, then `end`.
 
     >>> linear_weight(5, start=1.0, end=0.0, steps=20)
     0.75
@@ -67,7 +67,7 @@ def linear_weight(step: int, *, start: float, end: float, steps: int) -> float:
 
 
 def soft_overlong(length: int, *, max_tokens: int, buffer_tokens: int, factor: float) -> float:
-    """Return the penalty <= 0 of an answer of `length` tokens: DAPO, arXiv 2503.14476 eq. 13.
+    """Penalty <= 0 of an answer of `length` tokens: DAPO, arXiv 2503.14476 eq. 13.
 
     0 up to max_tokens - buffer_tokens, then falling linearly to -factor at max_tokens, and no lower.
 
@@ -81,7 +81,7 @@ def soft_overlong(length: int, *, max_tokens: int, buffer_tokens: int, factor: f
 
 
 def truncated_reward(reward: float, *, kind: Literal["scale", "penalty", "value"], amount: float) -> float:
-    """Return the reward of an answer that was cut off at the token limit.
+    """Adjust the reward of an answer that was cut off at the token limit.
 
     >>> truncated_reward(2.0, kind="scale", amount=0.25), truncated_reward(-2.0, kind="scale", amount=0.25)
     (0.5, -2.0)

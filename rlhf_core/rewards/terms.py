@@ -52,10 +52,10 @@ from rlhf_core.user_code.dependencies import user_code_digest
 def score_with_ensemble(
     members: Sequence[RewardFunction], generations: Sequence[Generation], *, reduce: EnsembleReduction, k: float
 ) -> RewardOutcome:
-    """Return one score per generation from those of all members; `k` weighs the standard deviation that is taken off.
+    """Reduce the scores of all members to one per generation; `k` weighs the standard deviation that is subtracted.
 
     Logs `disagreement`, the standard deviation of the members' scores (of the population), and `lower_bound`, their mean
-    less that: under optimization the reward of answers that members disagree on is the least to be trusted.
+    minus it: under optimization the reward of answers on which members disagree is the least trustworthy.
     """
     scores_MB = loaded_torch().tensor([member(generations) for member in members])
     spread_B = scores_MB.std(dim=0, correction=0)
@@ -80,9 +80,9 @@ REMOTE_FAILED_CALLS = 6
 def open_terms(
     config: RewardsConfig, reward_models: Mapping[str, ModelRef], context: StageContext, leases: ExitStack
 ) -> dict[str, Reward]:
-    """Return the rewards by name, in the order of the terms; `leases` end them.
+    """Open the rewards by name, in the order of the terms; `leases` close them.
 
-    What runs elsewhere is opened first: it fails in a second, before a model is loaded.
+    Rewards that run elsewhere are opened first: errors show up in a second, before a model is loaded.
     """
     opened = {
         name: open_elsewhere(
@@ -113,10 +113,10 @@ def open_elsewhere(
     notes: str = "",
     seed: int = 0,
 ) -> BatchedReward:
-    """Return a reward that runs in other processes; its cache is in `folder`.
+    """Open a reward that runs in other processes; its cache is in `folder`.
 
-    A function that has another digest than it has in `functions` is refused, whenever a process loads it; what it reads
-    beyond its key is noted in the file `notes`.
+    A function whose digest differs from its digest in `functions` is refused whenever a process loads it; reads beyond
+    its key are noted in the file `notes`.
     """
     path = folder / f"{sha256_text(name)[:16]}.jsonl"
     cache = ResultCache(identity(spec), path) if spec.cache else None
@@ -149,7 +149,7 @@ def open_elsewhere(
 
 
 def identity(spec: Term) -> str:
-    """Return the digest of all that decides a term's values: for a function the source of its module too.
+    """Digest of everything that decides a term's values: for a function, this includes the source of its module.
 
     The key of a stage holds the same facts; this one outlives a change of weights.
     """
@@ -159,9 +159,9 @@ def identity(spec: Term) -> str:
 
 
 def episode_reward(generations: Sequence[Generation]) -> RewardOutcome:
-    """Return the sum of an environment's rewards over an episode's spans; None for a completion without spans.
+    """Sum an environment's rewards over an episode's spans; None for a completion without spans.
 
-    With the scores that an agent gave beside its rewards, if it gave any.
+    Includes the scores that an agent returned besides its rewards, if any.
     """
     episodes = [generation.completion.spans for generation in generations]
     scores = tuple(generation.completion.score for generation in generations)
@@ -199,7 +199,7 @@ def _start_workers(
 
 
 def _batch_size(spec: FunctionReward | RemoteReward) -> int:
-    """Return how many answers a call takes: those of one prompt, and no others, where they are compared."""
+    """The number of answers per call. If answers are compared, a call takes exactly the answers to one prompt."""
     return 1 if spec.compares == "group" else spec.batch_size
 
 

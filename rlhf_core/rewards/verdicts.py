@@ -1,8 +1,8 @@
 """Read the score in a judge's reply: numbers as people write them, and fields of JSON objects.
 
 A number is a score only if the text around it is understood: its scale, words that begin an explanation, and other
-numbers, which must be counts or parts of the answer. Two scores that differ, a score of something else, another scale
-or a number after the score that nothing explains have a second reading: then the judge is asked again.
+numbers, which must be counts or parts of the answer. A reply is ambiguous with two different scores, a score of
+something else, another scale or an unexplained number after the score: then the judge is asked again.
 """
 
 import json
@@ -82,7 +82,7 @@ _OTHER_NUMBER = _pattern(
     rf"|(?<![\d.,])1\s+(?!(?:{_UNIT}|because|since|instead|after|overall|total|seems|would|should|maybe|for|now|then|final"
     r"|given|due|with|and|but|fits|feels|rather|might|based|was|the|this|is)\b)[^\W\d_]{3,})"
 )
-"""A number after a score that is none: of an aspect, an equation, a price, a name, or of what the answer says."""
+"""A number after a score that is none: of an aspect, an equation, a price, a name, or of the answer's content."""
 _GOOD = rf"(?:{_BEST}|full|(?:very\s+)?(?:excellent|great|outstanding|flawless|good|correct|right|ideal))"
 _BAD = (
     r"(?:worst|lowest|minimum|(?:very\s+|really\s+)?(?:terrible|awful|horrible|poor|bad|wrong|incorrect|unacceptable"
@@ -96,7 +96,7 @@ _DOUBT = _pattern(
     r"|(?:correct|good|right)\s+(?:answer|response|one)|(?:part|section|answer|question|criterion|item)\s+(?:[A-H]|\d+)\W*$"
     r"|(?:max(?:imum)?\.?|min(?:imum)?|pass(?:ing)?|top|highest|possible|full)[\s*_]+(?:possible[\s*_]+)?$)(?![^\W_])"
 )
-"""Before a score, in its clause: it may not be the score of what is judged."""
+"""Before a score, in its clause: it may not be the score of the judged answer."""
 _DECIDES = _pattern(
     r"(?<![^\W_])(?:final|overall|total|revised|updated|corrected|new|no|actually|correction|wait)(?:\W|(?:is|score|rating|then)\b)*$"
 )
@@ -125,7 +125,7 @@ _EXPLAINS = _pattern(
     r"|overall|total|in|on|over|and|this|it|the|reason\w*|explanation|justification|comments?|feedback|rationale"
     r"|very|good|great|excellent|perfect|fair|poor|bad|correct|right)\b)"
 )
-"""What may come after a score: nothing, a mark, or a word that begins an explanation."""
+"""Text that may follow a score: nothing, a mark, or a word that begins an explanation."""
 _UNREAD = _pattern(r"\d|\b(?:half|hundred|thousand|million|tenths|hundredths)\b|[½¼¾‰°€£¥]")
 _STARS = re.compile(r"[★⭐]*☆+")
 _CHANGES = _pattern(rf"(?<!the )(?<!all )(?<!of )(?<![^\W_])(?:zero|{'|'.join(_NAMES[1:])})\W*$|minus|deduct")
@@ -175,11 +175,11 @@ _OPEN_TAG = _pattern(
     r"|respon|repl|conclu|decision|overall|total|json).*|[biusap]|em|strong|div|span|h\d|[uo]l|li|t[drt]|table|tbody|pre"
     r"|code|center|small|big|font|html|body|section|article|blockquote|kbd|su[bp]|details|summary)"
 )
-"""Names of tags around what a judge says to us; others are around thoughts, examples and quotations."""
+"""Names of tags around a judge's verdict; others are around thoughts, examples and quotations."""
 _OF_ANSWER = re.compile(
     r"(?<![^\W_])(?:[B-H]|A(?=\W*$)|(?i:first|second|third|fourth|last|former|latter))(?![^\W_])|^\d+[.)]\s+\W*\d"
 )
-"""The name or number of an answer beside a score in a list, whose order may be another one."""
+"""The name or number of an answer next to a score in a list, whose order may differ."""
 _OPENING, _LIST = re.compile(r"[\[{]"), re.compile(r"\[\s*\{")
 _FIELD = re.compile(r"""\{\s*(?:"[^"]*"|'[^']*'|\w+)\s*:""")
 
@@ -260,7 +260,7 @@ def read_number(text: str, *, low: float, high: float) -> float:
 
 
 def _refuse_others(after: str, value: float, low: float, high: float) -> None:
-    """Raise ValueError for a number after the score `value` that nothing explains: it may be another score."""
+    """Raise ValueError for an unexplained number after the score `value`: it may be another score."""
     text = _unmarked(f"{value:g} {after}")
     for statement in _STATEMENT.split(_NUMBERS.sub(" ", text) if _FIRST.search(text) else text):
         rest = _OTHER_NUMBER.sub(" ", _COUNT.sub(" ", statement))
@@ -316,7 +316,7 @@ def _check_sentences(
 
 
 def _check_fields(others: dict[str, Any], low: float, high: float, value: float) -> None:
-    """Raise ValueError if a field beside the score names another scale, another score or another order of the answers."""
+    """Raise ValueError if a field next to the score names another scale, another score or order of the answers."""
     several = math.isnan(value)
     for name, said in others.items():
         tops = re.findall(_TOP, re.sub("percent|%", "100", str(said)).replace("stars", "5"), re.IGNORECASE)

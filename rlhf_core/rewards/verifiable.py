@@ -1,6 +1,6 @@
 """Rewards that a program can check: numbers, exact answers and formats. Each is a `RewardFunction`.
 
-All but the format rewards compare with `prompt.label` and raise ValueError where a prompt has none, or one that says nothing.
+All but the format rewards compare with `prompt.label` and raise ValueError where a prompt has none, or an empty one.
 They return None where the label is a table or a list of texts.
 """
 
@@ -28,7 +28,7 @@ _TAG = re.compile(r"</?(?:think|answer)>")
 
 
 def final_number(generations: Sequence[Generation]) -> list[float | None]:
-    """Return 1.0 where the final number of the answer equals that of the label, else 0.0 (GSM8K, arXiv 2110.14168)."""
+    """Score 1.0 if the answer's final number equals the label's, else 0.0 (GSM8K, arXiv 2110.14168)."""
 
     def equal(text: str, label: str) -> bool:
         number = [read_final_number(one) for one in expected_texts(label)[-1:] if not _SEVERAL.match(one)]
@@ -40,12 +40,12 @@ def final_number(generations: Sequence[Generation]) -> list[float | None]:
 
 
 def exact_match(generations: Sequence[Generation]) -> list[float | None]:
-    """Return 1.0 where the answer is the label, ignoring case, outer white space and a final period."""
+    """Score 1.0 if the answer is the label, ignoring case, outer white space and a final period."""
     return _against_label(generations, lambda text, label: normalized(text) == normalized(label))
 
 
 def boxed_match(generations: Sequence[Generation]) -> list[float | None]:
-    r"""Return 1.0 where the last `\boxed{...}` holds the label: the same number, or the same text."""
+    r"""Score 1.0 if the last `\boxed{...}` holds the label: the same number, or the same text."""
 
     def equal(text: str, label: str) -> bool:
         boxed = read_boxed(text)
@@ -55,7 +55,7 @@ def boxed_match(generations: Sequence[Generation]) -> list[float | None]:
 
 
 def answer_tag_match(generations: Sequence[Generation]) -> list[float | None]:
-    """Return 1.0 where `<think>...</think><answer>...</answer>` holds the label as its answer."""
+    """Score 1.0 if `<think>...</think><answer>...</answer>` holds the label as its answer."""
 
     def equal(text: str, label: str) -> bool:
         match = _THINK_THEN_ANSWER.fullmatch(text)
@@ -65,7 +65,7 @@ def answer_tag_match(generations: Sequence[Generation]) -> list[float | None]:
 
 
 def think_format(generations: Sequence[Generation]) -> list[float]:
-    """Return 1.0 where the answer is one `<think>` block and then one `<answer>` block, neither empty nor nested."""
+    """Score 1.0 if the answer is one `<think>` block and then one `<answer>` block, neither empty nor nested."""
 
     def well_formed(text: str) -> bool:
         match = _THINK_THEN_ANSWER.fullmatch(text)
@@ -75,13 +75,13 @@ def think_format(generations: Sequence[Generation]) -> list[float]:
 
 
 def boxed_format(generations: Sequence[Generation]) -> list[float]:
-    r"""Return 1.0 where the answer has exactly one `\boxed{...}` and it is closed."""
+    r"""Score 1.0 if the answer has exactly one `\boxed{...}` and it is closed."""
     texts = [generation.completion.text for generation in generations]
     return [float(text.count(r"\boxed{") == 1 and read_boxed(text) is not None) for text in texts]
 
 
 def final_line_format(generations: Sequence[Generation]) -> list[float]:
-    """Return 1.0 where the answer ended by itself with its one `####` before a number and nothing after it (GSM8K)."""
+    """Score 1.0 if the answer ended by itself with its one `####` before a number and nothing after it (GSM8K)."""
 
     def well_formed(generation: Generation) -> bool:
         before, _, last = generation.completion.text.rpartition("####")
@@ -92,7 +92,7 @@ def final_line_format(generations: Sequence[Generation]) -> list[float]:
 
 
 def finished(generations: Sequence[Generation]) -> list[float]:
-    """Return 1.0 where the answer ended by itself, 0.0 where the token limit cut it off."""
+    """Score 1.0 if the answer ended by itself, 0.0 if the token limit cut it off."""
     return [float(generation.completion.finish_reason == "stop") for generation in generations]
 
 
@@ -100,7 +100,7 @@ def finished(generations: Sequence[Generation]) -> list[float]:
 
 
 def read_final_number(text: str) -> Decimal | None:
-    r"""Return the number after the last `####`, else in the last `\boxed{}`, else the last number of the text.
+    r"""Find the number after the last `####`, else in the last `\boxed{}`, else the last number of the text.
 
     >>> read_final_number("so 3 apples cost $1,050.00. #### 1,050.")
     Decimal('1050')
@@ -117,7 +117,7 @@ def read_final_number(text: str) -> Decimal | None:
 
 
 def read_boxed(text: str) -> str | None:
-    r"""Return what the last `\boxed{...}` holds, braces balanced; None if there is none or it is not closed.
+    r"""Content of the last `\boxed{...}`, braces balanced; None if none is found or it is not closed.
 
     >>> read_boxed(r"\boxed{1} then \boxed{\frac{1}{2}}")
     '\\frac{1}{2}'

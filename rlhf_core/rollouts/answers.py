@@ -1,17 +1,17 @@
 """Sample the answers of a step: whole, in parts, or ahead of the training.
 
-With an agent an answer is an episode: turns of the policy with the environment's observations between them. Prompts of
+With an agent, an answer is an episode: turns of the policy with the environment's observations between them. Prompts of
 different sources may have different agents, or none.
 
-Partial rollouts sample in rounds of so many tokens per answer and end, for a step, with the round after which its groups
-are whole. What is unfinished then stays in the pool and continues with the weights of the next step, so that no step waits
-for the longest answer.
+Partial rollouts sample in rounds of so many tokens per answer and end, for a step, with the round after which its
+groups are whole. Unfinished answers stay in the pool and continue with the weights of the next step, so that no step
+waits for the longest answer.
 
-Sampling ahead, one thread loads weights and samples for later steps while the caller trains. Step s trains on what the
-weights of step max(0, s - staleness) sampled. This is a fixed schedule: which weights answer which prompts with which seeds
-does not depend on timing, so a resumed run has the same bytes, with overlap too. On Ray the thread only waits for other
-processes; a sampler in this process shares its cores with the training. Scoring waits for the step, since the trainers'
-workers do it.
+Sampling ahead, one thread loads weights and samples for later steps while the caller trains. Step s trains on answers
+sampled with the weights of step max(0, s - staleness). This is a fixed schedule: which weights answer which prompts
+with which seeds does not depend on timing, so a resumed run has the same bytes, with overlap too. On Ray the thread
+only waits for other processes; a sampler in this process shares its cores with the training. Scoring waits for the
+step, since the trainers' workers do it.
 """
 
 import queue
@@ -59,7 +59,7 @@ DrawAnswers = Callable[[int, Pool], tuple[list[Generation], Pool]]
 
 
 def expect_weights(engine: Sampler) -> None:
-    """Note that the engine gets weights before it samples again."""
+    """Note that the engine receives new weights before it samples again."""
     if isinstance(engine, SleepingSampler):
         engine.expect_weights()
 
@@ -67,8 +67,8 @@ def expect_weights(engine: Sampler) -> None:
 class OnPolicySampler:
     """Samples each step on request, with the weights that were loaded last: `load_weights` before each `generate`.
 
-    A step that the same policy (by digest) sampled and the log has, since a run was killed, is taken from the log. With
-    `once`, each weights sample one step, and nothing but `generate` samples that step.
+    After a killed run, a step that the same policy (by digest) has sampled is read from the log. With `once`, each set
+    of weights samples one step, and only `generate` samples that step.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class OnPolicySampler:
 
     @property
     def ahead(self) -> int:
-        """Return 0: no later step is sampled."""
+        """Always 0: no later step is sampled."""
         return 0
 
     def load_weights(self, weights: Callable[[], Weights], *, version: int) -> None:
@@ -94,7 +94,7 @@ class OnPolicySampler:
         self._policy = sent.digest
 
     def generate(self, step: int) -> Drawn:
-        """Return the answers of `step`, from the log if it has them."""
+        """Sample the answers of `step`, or read them from the log if it has them."""
         kept = self._log.read(step, policy=self._policy)
         if kept is not None:
             self._pool = kept.pool
@@ -114,7 +114,7 @@ class OnPolicySampler:
         return result
 
     def expect_weights(self) -> None:
-        """Note that other weights are loaded before more is sampled: engines need not keep theirs while models train."""
+        """Note that new weights are loaded before the next sampling, so engines may drop theirs while models train."""
         expect_weights(self._engine)
 
     def save(self, folder: Path) -> None:
@@ -127,7 +127,7 @@ class OnPolicySampler:
 
 
 def note_drawn(band: BandOrder | None, step: int, generations: Sequence[Generation]) -> None:
-    """Tell the order of the prompts which of them a step drew that is not sampled again."""
+    """Tell the order of the prompts which prompts a step has drawn if that step is not sampled again."""
     if band is not None:
         band.note_drawn(step, [one.prompt for one in generations])
 
@@ -140,11 +140,11 @@ class OpenEnvironments:
     keys: Mapping[str, str]
 
     def key_of(self, prompt: Prompt) -> str:
-        """Return the key of the agent that plays a prompt, "" for an answer of one turn."""
+        """The key of the agent that plays a prompt, "" for an answer of one turn."""
         return self.keys.get(prompt.source, self.keys[""])
 
     def templates(self, chat: ChatTemplate) -> Callable[[Prompt], ChatTemplate]:
-        """Return the template of each prompt: `chat`, with the tools of the prompt's agent."""
+        """The template of each prompt: `chat`, with the tools of the prompt's agent."""
         shown = {key: chat.with_tools(opened.tools) for key, opened in self.by_key.items()}
         return lambda prompt: shown.get(self.key_of(prompt), chat)
 
@@ -155,13 +155,13 @@ SINGLE_TURN = OpenEnvironments({}, {"": ""})
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerDraw:
-    """What the answers of a step are drawn from, and how many they are."""
+    """Inputs and sizes of a step's sampling: engine, prompts, groups and answers per prompt."""
 
     engine: Sampler
     chat: ChatTemplate
     prompts: Sequence[Prompt]
     mixture: Mapping[str, float] = field(default_factory=dict)
-    """Share of each source in the prompts; without any they come as they are."""
+    """Share of each source in the prompts; if empty, their order is unchanged."""
     sampling: SamplingConfig
     groups: int
     """Number of prompts of a step."""
@@ -221,11 +221,11 @@ class WholeAnswers(AnswerDraw):
     """Whether the sampler records the experts of each token."""
 
     def __call__(self, step: int, pool: Pool) -> tuple[list[Generation], Pool]:
-        """Return the answers of `step`, and the pool as it is."""
+        """Sample the answers of `step`; the pool is returned unchanged."""
         return self.sample_round(step, 0), pool
 
     def sample_round(self, step: int, number: int) -> list[Generation]:
-        """Return the answers of round `number` of `step`, those of a prompt together; each has its own seed.
+        """Sample the answers of round `number` of `step`, answers to a prompt together; each has its own seed.
 
         Each round has other prompts and seeds. A prompt that occurs twice in it continues to number its answers.
         """
@@ -276,7 +276,7 @@ def answers(
     *,
     routed_experts: bool = False,
 ) -> list[tuple[Column[int], Completion]]:
-    """Return one completion per prompt of `work` with the prompt's tokens: in one turn, or played with its agent.
+    """Sample one completion per prompt of `work`, in one turn, or played with its agent; also the prompt's tokens.
 
     The answers of one turn are sampled together, with their `routed_experts` if asked, then the episodes of each agent.
     """
@@ -299,7 +299,7 @@ def answers(
 
 
 def episode_metrics(completions: Sequence[Completion]) -> Metrics:
-    """Return turns, failures and means of the environments' reports; {} for answers that are no episodes."""
+    """Count turns and failures, and average the environments' reports; {} for answers that are no episodes."""
     episodes = [completion for completion in completions if completion.spans or completion.failure]
     if not episodes:
         return {}
@@ -327,10 +327,10 @@ class PartialAnswers(AnswerDraw):
     """Number of groups that are sampled at once, at least `groups`."""
 
     def __call__(self, step: int, pool: Pool) -> tuple[list[Generation], Pool]:
-        """Return the `groups` oldest groups that are whole, and the pool that they leave.
+        """Sample until the `groups` oldest groups are whole; also the remaining pool.
 
-        First new groups fill the pool up to `in_flight_groups`. After max_tokens / tokens rounds all of it is whole, and it
-        holds at least `groups` groups: so this ends whatever the answers' lengths are.
+        First new groups fill the pool up to `in_flight_groups`. After max_tokens / tokens rounds all of it is whole,
+        and it holds at least `groups` groups: so this ends for answers of any length.
         """
         size = self.group_size
         missing = self.in_flight_groups - len(pool.samples) // size
@@ -347,7 +347,7 @@ class PartialAnswers(AnswerDraw):
         raise SamplingError("ppo.ahead.tokens", self.tokens, rule, "please report this as a bug")
 
     def _begun(self, first: int, count: int) -> list[Generation]:
-        """Return the samples of `count` new groups, from number `first` on, without a token yet; each has its own seed."""
+        """Begin the samples of `count` new groups, from number `first` on, without tokens; each has its own seed."""
         samples = []
         for number, prompt in enumerate(self.drawn(first, count, self.seed), start=first):
             asked = self.chat.prompt_ids(prompt.messages)
@@ -357,7 +357,7 @@ class PartialAnswers(AnswerDraw):
         return samples
 
     def _after_a_round(self, samples: Sequence[Generation]) -> list[Generation]:
-        """Return the samples in order, those that were unfinished with at most `tokens` more tokens, in one batch.
+        """Sample at most `tokens` more tokens for each unfinished sample, in one batch. Samples stay in order.
 
         A segment's seed derives from its sample's seed and its number, so a restart draws the same.
         """
@@ -377,13 +377,13 @@ class PartialAnswers(AnswerDraw):
         return after
 
     def _is_finished(self, sample: Generation) -> bool:
-        """Return whether an answer ended by itself or has `max_tokens` tokens."""
+        """Whether an answer ended by itself or has `max_tokens` tokens."""
         made = sample.completion
         return made.finish_reason == "stop" or len(made.token_ids) >= self.sampling.max_tokens
 
 
 def _longer(completion: Completion, segment: Completion, chat: ChatTemplate) -> Completion:
-    """Return the completion with a segment behind it: a span of its own, with the version that sampled it."""
+    """Append a segment to the completion: a separate span, with the version that sampled it."""
     token_ids = completion.token_ids + segment.token_ids
     span = ActionSpan(len(completion.token_ids), len(token_ids), segment.policy_version)
     return Completion(
@@ -429,13 +429,13 @@ class AheadSampler:
 
     @property
     def ahead(self) -> int:
-        """Return how many steps are requested and not taken yet."""
+        """Number of steps that are requested and not taken yet."""
         return len(self._drawn)
 
     def load_weights(self, weights: Callable[[], Weights], *, version: int) -> None:
         """Request with these weights all steps up to `version + staleness` that were not requested yet.
 
-        Near the end of the training there are none, and the weights are not sent.
+        Near the end of the training no step is left, and the weights are not sent.
         """
         end = min(version + self._staleness + 1, self._steps)
         if self._requested >= end:
@@ -451,7 +451,7 @@ class AheadSampler:
         self._jobs.submit(self._inner.expect_weights)
 
     def generate(self, step: int) -> Drawn:
-        """Wait for the answers of `step`; raise whatever went wrong while sampling ahead."""
+        """Wait for the answers of `step`; raise any error of sampling ahead."""
         return self._jobs.result(self._drawn.pop(step))
 
     def borrow(self, weights: Callable[[], Weights], *, version: int, job: Callable[[], T]) -> T:
@@ -504,7 +504,7 @@ StepSampler: TypeAlias = OnPolicySampler | AheadSampler
 
 
 class Background:
-    """One thread for all jobs. After a failed job none runs: every later call raises its error.
+    """One thread for all jobs. After a job has failed, no other runs: every later call raises its error.
 
     The jobs' own calls into workers have deadlines, so a wait for a job ends: with its result, its failure, or the end of
     the thread.
@@ -525,7 +525,7 @@ class Background:
         self._thread.start()
 
     def submit(self, job: Callable[[], T]) -> Future[T]:
-        """Put a job behind those that wait."""
+        """Append a job to the queue."""
         self._check()
         made: Future[T] = Future()
 
@@ -543,7 +543,7 @@ class Background:
         return made
 
     def result(self, job: Future[T]) -> T:
-        """Wait for the job and return its result; raise its error or that of an earlier job."""
+        """Wait for the job and return its result; raise its error or the error of an earlier job."""
         while not wait([job], timeout=LOOK_EVERY_S).done:
             if not self._thread.is_alive():
                 rule = "the sampling thread ended before it had finished"
@@ -552,7 +552,7 @@ class Background:
         return job.result()
 
     def close(self, *, interrupted: bool) -> None:
-        """Drop the jobs that wait, and wait for the one that runs; for a few seconds only when `interrupted`."""
+        """Drop the waiting jobs, and wait for the running one; for a few seconds only when `interrupted`."""
         self._closing = True
         self._jobs.put(None)
         if interrupted:

@@ -68,7 +68,7 @@ class BestCheckpoint:
         logger.warning("%s: ends at step %d: %s", self._label, step, why)
 
     def note_rollback(self) -> None:
-        """Count the evaluations without a better one anew."""
+        """Restart the count of evaluations without improvement."""
         self._best = replace(self._best, since=0)
 
     def export(self, policy: Trainer, folder: Path, *, step: int) -> int:

@@ -62,7 +62,7 @@ class HeldOut:
         return evaluation
 
     def sample(self) -> list[Generation]:
-        """The answers of the policy that the engine holds, those to a prompt together."""
+        """Sample answers with the policy that the engine holds; answers to a prompt stay together."""
         drawn = answers(self.engine, self.chat, self._work, self.sampling, self.environments)
         return [Generation(one.prompt, ids, made) for one, (ids, made) in zip(self._work, drawn, strict=True)]
 

@@ -116,7 +116,7 @@ class Monitors:
                     raise ConfigError(f"ppo.monitors[{number}].metric", name, rule, f"choose one of {known}")
 
     def missing(self) -> list[str]:
-        """The metrics of monitors that no step had so far."""
+        """The metrics of monitors that no step has had so far."""
         return self._history.missing()
 
     # ------------------------------------------------------------ act

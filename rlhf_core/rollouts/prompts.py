@@ -1,4 +1,4 @@
-"""Choose the prompts of a run of policy optimization: their order, the sources in use, and those that are held out.
+"""Choose the prompts of a run of policy optimization: their order, the sources in use, and the held-out prompts.
 
 With `order = "band"` the prompts of a step follow from the rewards of the steps before: a pure function of these and the seed.
 """
@@ -23,7 +23,7 @@ from rlhf_core.types import Prompt, Rollout, derive_seed
 
 
 def split_prompts(config: PPOConfig, prompts: Sequence[Prompt], *, key: str) -> tuple[list[Prompt], list[Prompt]]:
-    """Return the training prompts of the sources in use, and the held-out ones; ConfigError if a source has none left."""
+    """Split the prompts of the used sources into training and held-out ones; ConfigError if a source has none left."""
     used = sources_used(config, prompts, key=key)
     rows, held_out = hold_out(used, config.evaluate)
     for source in {one.source for one in used} - {one.source for one in rows} if any(config.mixtures.values()) else ():
@@ -33,7 +33,7 @@ def split_prompts(config: PPOConfig, prompts: Sequence[Prompt], *, key: str) -> 
 
 
 def ordered_prompts(config: PPOConfig, folder: Path, *, key: str) -> list[Prompt]:
-    """Return the prompts as they are or, by `order`, those with the highest mean reward first; ConfigError without means."""
+    """Order the prompts: unchanged or, by `order`, the highest mean reward first; ConfigError without means."""
     prompts, difficulty = read_prompts(folder), folder / DIFFICULTY
     if config.order != "easy_first":
         return prompts
@@ -45,7 +45,7 @@ def ordered_prompts(config: PPOConfig, folder: Path, *, key: str) -> list[Prompt
 
 
 def sources_used(config: PPOConfig, prompts: Sequence[Prompt], *, key: str) -> list[Prompt]:
-    """Return the prompts of the sources in the mixture, or all; ConfigError for a source that there is not, or without a term."""
+    """Select the prompts of the sources in the mixture, or all; ConfigError for a source without prompts or term."""
     used = config.sources_used({prompt.source for prompt in prompts}, key=key)
     rows = [prompt for prompt in prompts if prompt.source in used]
     check_rubrics(config.rewards, rows, key=f"{key}.rewards")
@@ -55,7 +55,7 @@ def sources_used(config: PPOConfig, prompts: Sequence[Prompt], *, key: str) -> l
 
 
 def hold_out(prompts: Sequence[Prompt], config: HeldOutConfig | None) -> tuple[list[Prompt], list[Prompt]]:
-    """Return the training prompts and the held-out ones, which share no conversation.
+    """Split into training prompts and held-out ones, which share no conversation.
 
     The choice depends on the contents alone: not on their order, their ids or the seed of the run. Raises ConfigError if
     no training prompt would be left.
@@ -105,7 +105,7 @@ class BandOrder:
         self._noted = -1
         """The last step whose rewards are known."""
         self._answered: dict[str, tuple[Answered, ...]] = {}
-        """The steps of each prompt, of which those that are sampled ahead read all but the last ones."""
+        """The steps of each prompt; steps that are sampled ahead read all but the last ones."""
         self._drawn: dict[int, frozenset[str]] = {}
         """Step -> the prompts that it drew, of the last steps."""
 
@@ -122,8 +122,8 @@ class BandOrder:
     def _drawn_of(self, step: int, source: str, count: int) -> list[Prompt]:
         """The next `count` prompts: those in the band or not answered yet, and a share of the others.
 
-        In both, those that were not drawn for longest come first, and equal ones in an order of the seed. There are
-        repeated ones only if there are fewer than `count` prompts.
+        In both, prompts that were not drawn for longest come first, and ties follow an order of the seed. Prompts
+        repeat only if fewer than `count` exist.
         """
         own = [one for one in self._prompts if source in ("", one.source)]
         known = {one.id: self._known(one.id, step) for one in own}
@@ -165,13 +165,13 @@ class BandOrder:
             del self._drawn[at]
 
     def metrics(self) -> Metrics:
-        """Return the shares of all prompts that are in the band, and that were answered."""
+        """Fractions of all prompts that are in the band, and that were answered."""
         means = [one[-1].mean for one in self._answered.values() if one[-1].mean is not None]
         inside = sum(map(self._is_inside, means))
         return {"band/inside": inside / len(self._prompts), "band/answered": len(means) / len(self._prompts)}
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint (JSON)."""
+        """The state for a checkpoint (JSON)."""
         answered = {
             name: [value for one in steps for value in (one.step, one.mean)]
             for name, steps in sorted(self._answered.items())

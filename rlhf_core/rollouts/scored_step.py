@@ -50,7 +50,7 @@ class DynamicScoring:
     group_size: int
 
     def __call__(self, step: int, generations: Sequence[Generation]) -> list[Rollout]:
-        """Return `groups` whole groups; `generations` is the first round."""
+        """Score and sample until `groups` groups are whole; `generations` is the first round."""
 
         def draw(number: int) -> list[Rollout]:
             return self.score(self.sample_round(step, number) if number else generations)
@@ -61,10 +61,10 @@ class DynamicScoring:
 def sampled_until_decided(
     draw: Callable[[int], Sequence[Rollout]], config: DynamicSampling, *, groups: int, group_size: int
 ) -> list[Rollout]:
-    """Return `groups` whole groups of rollouts that carry a gradient, in the order in which they were drawn.
+    """Draw until `groups` whole groups of rollouts carry a gradient, in the order in which they were drawn.
 
-    `draw(round)` returns the scored rollouts of a round, those of a prompt together. After `max_rounds` the groups that
-    were passed over fill what is missing, so that a step has its size whatever happens.
+    `draw(round)` returns the scored rollouts of a round, grouped by prompt. After `max_rounds`, groups that were passed
+    over fill the step, so that it always has its full size.
     """
     decided: list[Sequence[Rollout]] = []
     passed_over: list[Sequence[Rollout]] = []
@@ -78,7 +78,7 @@ def sampled_until_decided(
 
 
 def is_decided(group: Sequence[Rollout], config: DynamicSampling) -> bool:
-    """Return whether the figures of a group differ or, with bounds, whether their mean lies strictly between them.
+    """Whether the figures of a group differ or, with bounds, whether their mean lies strictly between them.
 
     The figures are `judged_by`. A group with an invalid rollout is not decided.
     """
@@ -92,7 +92,7 @@ def is_decided(group: Sequence[Rollout], config: DynamicSampling) -> bool:
 
 
 def judged_by(group: Sequence[Rollout]) -> list[float]:
-    """Return the scores that were given beside the rewards of a group, or the rewards where none was.
+    """The scores that were returned besides the rewards of a group, or the rewards if there are none.
 
     OpenRLHF filters by scores: rewards of +-1 with scores of 0 and 1 have bounds of 0 and 1. RewardError where some of a
     group have a score: a mean over both would be of nothing.
@@ -114,11 +114,11 @@ ANSWERS, TOKENS = 256, 512
 
 
 def answer_metrics(completions: Sequence[Completion], *, ends: Sequence[int], stop: Sequence[str] = ()) -> Metrics:
-    """Return `rollout/unique`, `distinct_2`, `repetition` and `ended` of the answers of a step.
+    """Compute `rollout/unique`, `distinct_2`, `repetition` and `ended` of the answers of a step.
 
-    `unique` is the share of different texts, `distinct_2` that of different pairs of tokens among all pairs, `repetition`
-    the mean share of 3-grams that an answer has had before. `ended` is the share of answers with an end token, one of
-    `ends`, among those that ended by themselves and not by a text in `stop`, and 1 if none did.
+    `unique` is the share of different texts, `distinct_2` the share of different pairs of tokens among all pairs,
+    `repetition` the mean share of 3-grams that an answer has had before. `ended` is the share of answers with an end
+    token, one of `ends`, among answers that ended by themselves and not by a text in `stop`, and 1 if none did.
     """
     shown = [completion.token_ids[:TOKENS] for completion in completions[:ANSWERS]]
     stopped = [one for one in completions if one.finish_reason == "stop" and not any(text in one.text for text in stop)]
@@ -131,7 +131,7 @@ def answer_metrics(completions: Sequence[Completion], *, ends: Sequence[int], st
 
 
 def zero_variance(rewards: Sequence[float], *, group_size: int) -> Metrics:
-    """Return `rollout/zero_variance`, the share of groups whose answers all earn the same; {} without groups."""
+    """Measure `rollout/zero_variance`, the share of groups whose answers all earn the same; {} without groups."""
     if group_size < 2:
         return {}
     groups = chunks(rewards, group_size)
@@ -139,7 +139,7 @@ def zero_variance(rewards: Sequence[float], *, group_size: int) -> Metrics:
 
 
 def source_metrics(rollouts: Sequence[Rollout], group_size: int) -> Metrics:
-    """Return reward, length and equal groups by the source of the prompts, if there are several sources."""
+    """Report reward, length and equal groups by the source of the prompts, if there are several sources."""
     sources = sorted({one.prompt.source for one in rollouts})
     found: Metrics = {}
     for source in sources if len(sources) > 1 else ():
@@ -167,10 +167,10 @@ class StepScorer:
     keep_steps: int
     note_failed: Callable[[int, Counts], None]
     dynamic: DynamicScoring | None
-    """How undecided groups are replaced; None scores the answers as they are."""
+    """How undecided groups are replaced; None scores the answers unchanged."""
 
     def __call__(self, step: int, drawn: Drawn) -> Sequence[Rollout]:
-        """Return the rollouts of the groups in which every one is valid. RewardError if there is no such group."""
+        """Score the step: rollouts of the groups in which every one is valid. RewardError if no group is."""
         self.scorer.at_step(step)
         kept = self.log.read(step, policy=drawn.policy)
         if kept is not None:
@@ -186,7 +186,7 @@ class StepScorer:
 
 
 def valid_groups(rollouts: Sequence[Rollout], *, group_size: int) -> Sequence[Rollout]:
-    """Return the groups of `group_size` consecutive rollouts in which every one is valid.
+    """Select the groups of `group_size` consecutive rollouts in which every one is valid.
 
     A group that lost a member would be compared with another baseline; the log has the first reason. RewardError if no group
     is left.
@@ -208,7 +208,7 @@ def valid_groups(rollouts: Sequence[Rollout], *, group_size: int) -> Sequence[Ro
 def rollout_metrics(
     step: int, drawn: Drawn, rollouts: Sequence[Rollout], config: PPOConfig, *, ahead: int, ends: Sequence[int]
 ) -> Metrics:
-    """Return `rollout/*`: staleness, episode reports, groups that are undecided, equal or in flight, and the answers' health.
+    """Collect `rollout/*`: staleness, episode reports, undecided, equal or in-flight groups, and the answers' health.
 
     `ahead` counts the later steps that are being sampled, `ends` are the tokens that end an answer.
     """
@@ -230,7 +230,7 @@ def rollout_metrics(
 
 
 def staleness(rollouts: Sequence[Rollout], step: int) -> Metrics:
-    """Return how many updates the policy of `step` is ahead of those that sampled, over the sampled tokens."""
+    """Measure how many updates the policy of `step` is ahead of the sampling policies, over the sampled tokens."""
     ages: list[tuple[int, int]] = []  # age, tokens
     for rollout in rollouts:
         made = rollout.completion
@@ -255,12 +255,13 @@ def with_greedy_rewards(
     group_size: int,
     note_failed: Callable[[int, Counts], None],
 ) -> tuple[Sequence[Rollout], tuple[float, ...]]:
-    """Return the rollouts that have a baseline, and for each one the reward of the likeliest answer to its prompt.
+    """Score the likeliest answer to each prompt: the rollouts with such a baseline, and the baseline of each.
 
     The policy that `engine` holds answers each prompt's tokens once, and the answer is scored for each prompt that has
-    them, since its label may be another. What `scorer` normalizes is taken as it is (`comparable`). Where such an answer
-    has no reward, the prompt's rollouts are invalid and left out; `note_failed` is called with the number that the step has
-    once it is made, and the failures of the rollouts and of these answers together. Raises RewardError if no prompt is left.
+    them, since its label may be another. Values that `scorer` normalizes are used without normalization (`comparable`).
+    Where such an answer has no reward, the prompt's rollouts are invalid and left out; `note_failed` is called with the
+    number that the step has once it is made, and the failures of the rollouts and of these answers together. Raises
+    RewardError if no prompt is left.
     """
     asked = list(dict.fromkeys(one.prompt_ids for one in rollouts))
     made = engine.generate([SamplingRequest(ids, 0) for ids in asked], sampling.model_copy(update={"temperature": 0.0}))
@@ -281,7 +282,7 @@ def with_greedy_rewards(
 
 
 def _based(rollout: Rollout, greedy: Rollout) -> Rollout:
-    """Return the rollout, invalid if its baseline is."""
+    """The rollout, invalid if its baseline is."""
     if not greedy.invalid:
         return rollout
     return replace(rollout, reward=math.nan, invalid=f"no baseline, greedy answer: {greedy.invalid}")

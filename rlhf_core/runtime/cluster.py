@@ -14,8 +14,8 @@ from rlhf_core.processes.child import idle_threads
 from rlhf_core.runtime.liveness import greet
 
 SEE_NO_GPU = "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"
-"""Variable with which Ray gives an empty CUDA_VISIBLE_DEVICES to a worker without GPUs. Otherwise the worker sees those of
-its node, which may be another run's."""
+"""Variable with which Ray gives an empty CUDA_VISIBLE_DEVICES to a worker without GPUs. Otherwise the worker sees the
+GPUs of its node, which may be another run's."""
 KERNEL_CHOICES = (
     "ATEN_CPU_CAPABILITY",
     "DNNL_MAX_CPU_ISA",
@@ -27,7 +27,7 @@ KERNEL_CHOICES = (
 
 
 def named_address() -> str:
-    """Return the `RAY_ADDRESS` to join, or "" to start a Ray of our own."""
+    """The `RAY_ADDRESS` to join, or "" to start our own Ray."""
     address = os.environ.get("RAY_ADDRESS", "")
     return "" if address == "local" else address
 
@@ -45,7 +45,7 @@ def check_ray_address(address: str) -> None:
 
 
 def worker_environment(*, threads: int) -> dict[str, str]:
-    """Return the environment variables of a worker process.
+    """Environment variables of a worker process.
 
     Workers of a Ray at `RAY_ADDRESS` inherit the environment of its nodes. The variables that choose the math
     kernels, and therefore how results are rounded, are passed on from this process.
@@ -68,7 +68,7 @@ def worker_environment(*, threads: int) -> dict[str, str]:
 
 
 def available_cores() -> int:
-    """Return the number of cores that this process may use."""
+    """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -84,20 +84,20 @@ def threads_per_worker(config: RuntimeConfig, *, cores: int) -> int:
 
 
 def trainer_versions(config: TrainerConfig) -> dict[str, str]:
-    """Return name -> version of the training libraries: torch, transformers and, if it is the engine, DeepSpeed."""
+    """Map name -> version of the training libraries: torch, transformers and, if it is the engine, DeepSpeed."""
     engines = ("deepspeed",) if config.engine == "deepspeed" else ()
     return {name: version(name) for name in ("torch", "transformers", *engines)}
 
 
 def free_port() -> int:
-    """Return a TCP port of this machine that no process listens on."""
+    """Find a TCP port of this machine that no process listens on."""
     with socket.socket() as listener:
         listener.bind(("", 0))
         return int(listener.getsockname()[1])
 
 
 def no_head(address: str) -> ConfigError:
-    """Return the error for an `address` where no Ray head answers."""
+    """The error for an `address` where no Ray head answers."""
     return ConfigError(f"RAY_ADDRESS = {address}: no Ray head answers; start one with `ray start --head` or unset it")
 
 

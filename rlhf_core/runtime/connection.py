@@ -60,12 +60,12 @@ def connect(cores: int) -> bool:
 
 
 def connect_again(cores: int) -> bool:
-    """Connect as `connect` does after Ray was lost: a head at `RAY_ADDRESS` has RECONNECT_TIMEOUT_S to come back."""
+    """Reconnect like `connect` after Ray was lost: a head at `RAY_ADDRESS` has RECONNECT_TIMEOUT_S to come back."""
     return until_possible(lambda: connect(cores), timeout_s=RECONNECT_TIMEOUT_S)
 
 
 def until_possible(call: Callable[[], T], *, timeout_s: float) -> T:
-    """Return `call()`, repeated every RECONNECT_EVERY_S while it raises ConfigError, for at most `timeout_s`."""
+    """Call `call()`, repeated every RECONNECT_EVERY_S while it raises ConfigError, for at most `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -77,7 +77,7 @@ def until_possible(call: Callable[[], T], *, timeout_s: float) -> T:
 
 
 def servers() -> dict[str, str]:
-    """Return name -> host:port of the two Ray servers that this process talks to: the head and a raylet."""
+    """Map name -> host:port of the two Ray servers that this process talks to: the head and a raylet."""
     node = ray._private.worker.global_worker.node
     return {"the Ray head": node.gcs_address, "the raylet": f"{node.node_ip_address}:{node.node_manager_port}"}
 
@@ -92,7 +92,7 @@ def in_lasting_thread(start: Callable[[], object], *, what: str, timeout_s: floa
 
 
 def asks_for_token(address: str) -> bool:
-    """Return whether the Ray head at `address` refuses callers without a token; False if none is named or answers."""
+    """Whether the Ray head at `address` refuses callers without a token; False if none is named or answers."""
     if ":" not in address:  # `auto`
         return False
     with grpc.insecure_channel(address) as channel:
@@ -136,7 +136,7 @@ def _make_token(path: Path) -> None:
 
 
 def _join(address: str) -> None:
-    # A head requires the user's token as soon as one exists (any Ray of our own creates it), but Ray sends it to a
+    # A head requires the user's token as soon as one exists (each Ray that we start creates it), but Ray sends it to a
     # named address only when told to. It must not always be sent: a process that sends tokens also requires them, and
     # then the workers of a head without tokens could not call this process.
     if asks_for_token(address):
@@ -151,7 +151,7 @@ def _join(address: str) -> None:
 
 
 def ray_folder() -> Path:
-    """Return the folder of a Ray of our own: Ray opens it to everybody (0777), so it is in one that only we may enter.
+    """The folder of a Ray started here: Ray opens it to everybody (0777), so it is in a folder that only we may enter.
 
     Unix sockets are created below it and their paths are limited to 107 characters, so TMPDIR is ignored.
     """
@@ -172,7 +172,7 @@ def _start(cores: int) -> None:
                     log_to_driver=False,
                     logging_level=logging.ERROR,
                     _temp_dir=str(folder),
-                    # Our actors have environments of their own, so workers that Ray starts ahead would never be used.
+                    # Our actors have separate environments, so workers that Ray starts ahead would never be used.
                     # By default Ray's workers give way to other processes, but here everything else waits for them.
                     _system_config={
                         "prestart_worker_first_driver": False,
@@ -192,7 +192,7 @@ def _start(cores: int) -> None:
 
 @contextmanager
 def _out_of_the_terminal() -> Iterator[None]:
-    """Let processes started inside outlive a terminal that goes: they end with this one, after it has saved."""
+    """Let processes started inside survive a closed terminal: they end with this process, after it has saved."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     try:
         yield
@@ -256,7 +256,7 @@ NODE_CHARACTERS = 8
 
 
 def own_gpus() -> list[str]:
-    """Return the GPUs that Ray gave to the calling worker, as `node:index`."""
+    """The GPUs that Ray gave to the calling worker, as `node:index`."""
     node = ray.get_runtime_context().get_node_id()
     return [f"{node}:{gpu}" for gpu in ray.get_runtime_context().get_accelerator_ids()["GPU"]]
 

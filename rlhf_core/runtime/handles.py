@@ -1,4 +1,4 @@
-"""Provide the `Trainer` and the `Sampler` that a stage uses and whose work Ray workers do."""
+"""Provide the `Trainer` and the `Sampler` of a stage, backed by Ray workers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 def _by_sample(method: Callable[Concatenate[Trainer, P], T]) -> Callable[Concatenate[RayTrainer, P], T]:
-    """Make a method of `RayTrainer` from one of `Trainer` that divides the samples, the first argument, among the ranks.
+    """Adapt a method of `Trainer` to `RayTrainer` by dividing the samples, the first argument, among the ranks.
 
     Ranks return one result per sample, or an array with one number per token. They are joined in the order of the samples;
     numbers of a selection, which is trained on later, stay in the object store.
@@ -78,7 +78,7 @@ class RayTrainer:
         return self._reduced("forward_backward", samples, objective)
 
     def loss(self, samples: Samples, objective: Objective) -> Metrics:
-        """Return the metrics of the whole batch without gradients."""
+        """Evaluate the metrics of the whole batch without gradients."""
         return self._reduced("loss", samples, objective)
 
     logprobs = _by_sample(Trainer.logprobs)
@@ -119,7 +119,7 @@ class RayTrainer:
         self._call("load", self._readable(folder))
 
     def damage(self, folder: Path) -> str:
-        """Return what the first rank that found damage in its files says, or "". Uploaded files that are lost count, too."""
+        """Report from the first rank that found damage in its files, or "". Uploaded files that are lost count, too."""
         try:
             readable = self._readable(folder)
         except (Damaged, Gone) as error:
@@ -127,19 +127,19 @@ class RayTrainer:
         return next(filter(None, self._call("damage", readable)), "")
 
     def export(self, folder: Path) -> None:
-        """Write the model; if rank 0 is on another node, its files are fetched."""
+        """Write the model; if rank 0 is on another node, its files are downloaded."""
         place, away = self._placed(folder)
         self._call("export", place if place and away else folder)
         if place and 0 in away:
             place.receive(self._workers.moved(0, place.inside))
 
     def _placed(self, folder: Path) -> tuple[NodeFolder | None, list[int]]:
-        """The folder as other nodes find it, and the ranks that are on other nodes."""
+        """The folder in the form that other nodes resolve, and the ranks that are on other nodes."""
         place = named(folder)
         return place, self._workers.away(self._role, place)
 
     def _readable(self, folder: Path) -> Path | NodeFolder:
-        """Return a folder for all ranks: a place if some are on other nodes, or have been when it was written."""
+        """Locate a folder for all ranks: a place if some are on other nodes, or have been when it was written."""
         place, away = self._placed(folder)
         if place is None or not (away or parts_elsewhere(folder)):
             return folder
@@ -148,7 +148,7 @@ class RayTrainer:
         return offered
 
     def weights(self) -> Weights:
-        """Return a reference to the full weights, in the object store, or on rank 0 if GPUs will send them."""
+        """A reference to the full weights, in the object store, or on rank 0 if GPUs will send them."""
         if self._transfer:
             ticket, digest = self._call("stage_weights")[0]
             return Weights(payload=DeviceWeights(self._workers, ticket), digest=digest)
@@ -225,7 +225,7 @@ class RaySampler:
         """Engine -> its call of `advance`. Each has its own, so that a slow one keeps no other waiting."""
 
     def generate(self, requests: Sequence[SamplingRequest], sampling: SamplingConfig) -> list[Completion]:
-        """Return one completion per request, in order."""
+        """Sample one completion per request, in order."""
         self._drop()
         engines = len(self._workers.actors)
         bounds = [len(requests) * index // engines for index in range(engines + 1)]
@@ -238,7 +238,7 @@ class RaySampler:
     def advance(
         self, new: Sequence[tuple[int, SamplingRequest]], sampling: SamplingConfig
     ) -> list[tuple[int, Completion]]:
-        """Give each new request to the least busy engine; return what the first engines that finish one have finished."""
+        """Assign each new request to the least busy engine; then collect the first finished completions."""
         load = Counter(self._sampled.values())
         for number, request in new:
             engine = min(range(len(self._workers.actors)), key=lambda one: load[one])

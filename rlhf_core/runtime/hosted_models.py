@@ -27,7 +27,7 @@ class HostedModels:
     def warm(self, threads: int) -> None:
         """Fix the number of threads and the kernels, and import the model libraries."""
         torch.set_num_threads(threads)
-        # On a GPU some kernels have no deterministic form: they warn instead of failing a long run. Those of cuBLAS have
+        # On a GPU some kernels have no deterministic form: they warn instead of failing a long run. cuBLAS kernels have
         # one if this is set before its first product.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=torch.cuda.is_available())
@@ -38,7 +38,7 @@ class HostedModels:
         self._trainers[lease] = LocalTrainer(model, optimizer, self._config, adapters_alone=self._adapters_alone)
 
     def trainer(self, lease: str) -> RankTrainer:
-        """Return the trainer of `lease`. Raises TrainingError if there is none."""
+        """Look up the trainer of `lease`. Raises TrainingError if it does not exist."""
         if lease not in self._trainers:
             raise TrainingError("lease", lease, "is not open on this worker", "take a new lease")
         return self._trainers[lease]

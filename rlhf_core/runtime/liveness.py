@@ -26,11 +26,11 @@ KILL_WAIT_S = 10.0  # a process in a system call ends after it
 HTTP2_SETTINGS = 4  # frame type, RFC 9113, 6.5
 HTTP2_FRAME_HEADER = 9  # bytes: length 3, type 1, flags 1, stream 4
 HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, HTTP2_SETTINGS, 0, 0, 0, 0, 0))
-"""First bytes that an HTTP/2 client sends (RFC 9113, 3.4); the server answers with a settings frame of its own."""
+"""First bytes that an HTTP/2 client sends (RFC 9113, 3.4); the server answers with its settings frame."""
 
 
 def greet(address: str) -> None:
-    """Return if a gRPC server answers at `address` (host:port); raise OSError or ValueError if not.
+    """Check that a gRPC server answers at `address` (host:port); raise OSError or ValueError if not.
 
     TimeoutError means that something listens there but does not answer: the kernel accepts connections for a hung
     process.
@@ -47,11 +47,11 @@ def greet(address: str) -> None:
 
 
 class CallHangs(TimeoutError):
-    """A call did not return in time; its thread still waits."""
+    """A call timed out; its thread is still blocked."""
 
 
 def within(seconds: float, call: Callable[[], T], *, lasting: bool = False) -> T:
-    """Return `call()`, made in another thread; raise CallHangs after `seconds`, as calls into a Ray may never return.
+    """Call `call()` in another thread; raise CallHangs after `seconds`, as calls into a Ray may never return.
 
     A `lasting` thread outlives the call: Linux kills Ray's processes with the *thread* that started them.
     """
@@ -70,14 +70,14 @@ def within(seconds: float, call: Callable[[], T], *, lasting: bool = False) -> T
         return answer.result(seconds)
     except TimeoutError as error:
         if answer.done():
-            raise  # the TimeoutError is that of `call`
+            raise  # `call` itself raised the TimeoutError
         raise CallHangs(f"nothing for {seconds:g} s") from error
 
 
 class RayWatch:
-    """A watch over Ray's servers, kept by a thread. `lost` describes the one that is lost, "" while all answer.
+    """A watch over Ray's servers, kept by a thread. `lost` describes a lost server, "" while all answer.
 
-    With `own`, the servers are children of this process. Once one of them is lost, all processes below them are killed,
+    With `own`, the servers are children of this process. Once a server is lost, all processes below them are killed,
     so that none keeps computing or hangs; `kill_family` does the same at the end.
 
     >>> watch = RayWatch({"the Ray head": "127.0.0.1:6379"}, own=False)   # doctest: +SKIP
@@ -140,7 +140,7 @@ class RayWatch:
             return well
 
     def _problem(self, name: str, address: str) -> str:
-        """Return why a server is lost, or "" if it is not or may still recover."""
+        """The reason why a server is lost, or "" if it is not or may still recover."""
         try:
             greet(address)
         except TimeoutError:

@@ -13,7 +13,7 @@ from rlhf_core.runtime.samplers import reopen_sampler
 
 
 def open_runtime(config: RuntimeConfig) -> Runtime:
-    """Return the runtime that `config.type` names. Nothing starts before the first lease or `prewarm`."""
+    """Open the runtime that `config.type` names. Nothing starts before the first lease or `prewarm`."""
     if config.type == "local":
         return LocalRuntime(config)
     from rlhf_core.runtime.ray_runtime import RayRuntime  # imports Ray
@@ -63,14 +63,14 @@ class LocalRuntime:
             self._sampler_leased = False
 
     def together(self, *work: Callable[[], T]) -> list[T]:
-        """Return the results of calls, made one after the other."""
+        """Make the calls one after the other, and collect their results."""
         return [one() for one in work]
 
     def prewarm(self, *, trainer: bool, sampler: bool) -> None:
         """Do nothing: importing here would block the caller."""
 
     def engines(self) -> dict[str, str]:
-        """Return name -> version of the engines that served a lease."""
+        """Map name -> version of the engines that served a lease."""
         return dict(self._served)
 
     def close(self) -> None:

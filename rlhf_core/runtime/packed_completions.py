@@ -1,7 +1,7 @@
 """Pack requests and completions for messages to and from a sampling worker.
 
-A request becomes a plain tuple, and the numbers of all completions become two arrays. A pickle of each object by itself
-takes most of the time in which the driver receives short answers.
+A request becomes a plain tuple, and the numbers of all completions become two arrays. Pickling each object separately
+would take most of the time that the driver needs to receive short answers.
 """
 
 from collections.abc import Iterable, Sequence

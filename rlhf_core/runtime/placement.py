@@ -2,8 +2,8 @@
 
 Ray fills one GPU with fractions before it uses the next, so two ranks of half a GPU each would share one. Fractions are
 therefore taken from bundles of a whole GPU, which hold at most one train worker and one engine. Ray has no fractions of
-several GPUs: where an engine shares several, its bundle has them all, each train worker there takes one, and the engine,
-which takes none, is told which they are.
+several GPUs: where an engine shares several, its bundle has them all, each train worker there takes one, and the
+engine, which reserves none, receives their numbers.
 """
 
 import contextlib
@@ -58,7 +58,7 @@ class Placement:
         return self.nodes[strategy.placement_group_bundle_index] if self.nodes else strategy.node_id
 
     def lent(self, gpus: Sequence[Sequence[str]], *, parallel: int) -> list[list[str]]:
-        """The GPUs of each engine that shares `parallel` of them: those of train workers on its node, `gpus`, as `node:index`.
+        """The GPUs, as `node:index`, of each engine that shares `parallel` of the train workers' `gpus` on its node.
 
         >>> from types import SimpleNamespace
         >>> bundles = [{"scheduling_strategy": SimpleNamespace(placement_group_bundle_index=each)} for each in range(2)]
@@ -71,7 +71,7 @@ class Placement:
         return [[free[self._node(one)].pop(0) for _ in range(parallel)] for one in self.sample]
 
     def of(self, pool: str) -> tuple[dict[str, Any], ...]:
-        """Return the options of the train workers of a pool, "" for those of the roles that no pool has."""
+        """Options of the train workers of a pool; "" names the workers of roles without a pool."""
         return self.pools[pool] if pool else self.train
 
 
@@ -86,7 +86,7 @@ class Layout:
 
 
 def layout(config: RuntimeConfig) -> Layout:
-    """Return the bundles of a `config` with GPUs: no GPU holds two train workers or two engines.
+    """Plan the bundles of a `config` with GPUs: no GPU holds two train workers or two engines.
 
     >>> shared = layout(RuntimeConfig(train_workers=2, gpus_per_train_worker=0.5, gpus_per_engine=0.5))
     >>> shared.bundles, shared.train, shared.sample
@@ -115,18 +115,18 @@ def layout(config: RuntimeConfig) -> Layout:
 
 
 def _own(gpus: float, workers: int) -> list[Bundle]:
-    """Return a bundle for each of `workers` that share their GPUs with no other kind of worker."""
+    """A bundle for each of `workers` that share their GPUs with no other kind of worker."""
     whole = 1 if 0 < gpus < 1 and workers > 1 else _plain(gpus)
     return [{"CPU": 1, **({"GPU": whole} if whole else {})}] * workers
 
 
 def _plain(number: float) -> float:
-    """Return `number` as an int if it is whole, as Ray requires."""
+    """`number` as an int if it is whole, as Ray requires."""
     return int(number) if number == int(number) else number
 
 
 def by_node(made: Layout, nodes: Mapping[int, str]) -> Layout:
-    """Return `made` with workers of one kind in neighboring places, node by node; `nodes` is the node of each bundle.
+    """Reorder `made` so that workers of one kind are neighbors, node by node; `nodes` is the node of each bundle.
 
     Bundles of the same size are interchangeable; the node that has most of them comes first.
 
@@ -156,7 +156,7 @@ def _node_order(bundles: Sequence[int] | set[int] | range, nodes: Mapping[int, s
 
 
 def gpu_order(gpus: Sequence[Sequence[str]]) -> list[int]:
-    """Return the order of workers by node, as nodes appear, then by GPU; `gpus` has each worker's `node:index`.
+    """Sort workers by node, as nodes appear, then by GPU; `gpus` has each worker's `node:index`.
 
     >>> gpu_order([["b:1"], ["b:0"], ["a:10"], ["a:9"]])
     [1, 0, 3, 2]
@@ -174,7 +174,7 @@ def node_cores() -> dict[str, int]:
 
 
 def node_of_each(workers: int, cores: Mapping[str, int], *, first: str) -> list[str]:
-    """The nodes of workers without GPUs: each has as many cores as possible, and those of one node are neighbors.
+    """The nodes of workers without GPUs: each has as many cores as possible, and workers of one node are neighbors.
 
     The node `first` comes before nodes that are as good.
 
@@ -197,7 +197,7 @@ def without_gpus(config: RuntimeConfig, cores: Mapping[str, int], *, own: str) -
         if cores.keys() <= {own}:
             return (idle,) * workers
         affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
-        # Not only there: another node takes the worker of one that is lost.
+        # Not only there: another node takes the worker of a lost node.
         nodes = node_of_each(workers, cores, first=own)
         return tuple({**idle, "scheduling_strategy": affinity(node, soft=True)} for node in nodes)
 
@@ -209,7 +209,7 @@ def without_gpus(config: RuntimeConfig, cores: Mapping[str, int], *, own: str) -
 
 
 def reserve(config: RuntimeConfig, *, fixed: bool = False, over: Callable[[], str] = lambda: "") -> Placement:
-    """Return where the workers run; GPUs are reserved for all of them at once, packed on as few nodes as possible.
+    """Reserve GPUs for all workers at once, packed on as few nodes as possible, and place the workers.
 
     Waits for resources that are missing or busy, because an autoscaler starts nodes for waiting requests. Raises
     ConfigError after `placement_timeout_s`, or at once if the cluster is `fixed`, as it will not grow. `over` returns a
@@ -251,7 +251,7 @@ def reserve(config: RuntimeConfig, *, fixed: bool = False, over: Callable[[], st
 
 
 def _wait(group: Any, config: RuntimeConfig, made: Layout, over: Callable[[], str]) -> None:
-    """Return once the bundles of `group` are reserved."""
+    """Wait until the bundles of `group` are reserved."""
     ready = group.ready()
     began = logged_at = time.monotonic()
     while not ray.wait([ready], timeout=LOOK_EVERY_S)[0]:
@@ -281,7 +281,7 @@ def _not_there(config: RuntimeConfig, made: Layout, rule: str) -> ConfigError:
 
 
 def _there() -> str:
-    """Return the cluster's resources and how many of them are free."""
+    """Describe the cluster's resources and how many of them are free."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     free = ray.available_resources()
     gpus, cpus = (_total(nodes, kind) for kind in ("GPU", "CPU"))
@@ -297,7 +297,7 @@ def _total(bundles: Sequence[Bundle], kind: str) -> float:
 
 
 def _spelled(bundles: Sequence[Bundle]) -> str:
-    """Return `bundles` in words.
+    """Describe `bundles` in words.
 
     >>> _spelled([{"CPU": 1, "GPU": 1}, {"CPU": 1, "GPU": 1}, {"CPU": 1, "GPU": 0.5}])
     '2 x {CPU 1, GPU 1} + 1 x {CPU 1, GPU 0.5}'

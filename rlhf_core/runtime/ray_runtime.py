@@ -37,8 +37,8 @@ class RayRuntime:
     """A `Runtime` on a local Ray, or on the one at `RAY_ADDRESS`. Nothing starts before the first lease or `prewarm`.
 
     Workers live until `close`, so imports and engine starts are paid once, not once per stage. A worker that dies or
-    misses its deadline fails the call in progress and is replaced at the next lease. So is a whole Ray of our own that
-    dies or hangs; a head at `RAY_ADDRESS` is waited for instead (see `connection.connect_again`).
+    misses its deadline fails the call in progress and is replaced at the next lease. So is our own Ray if it dies or
+    hangs; a head at `RAY_ADDRESS` is waited for instead (see `connection.connect_again`).
 
     >>> runtime = RayRuntime(RuntimeConfig())                                     # doctest: +SKIP
     >>> with runtime.trainer("policy", spec, optimizer) as trainer: ...           # doctest: +SKIP
@@ -51,7 +51,7 @@ class RayRuntime:
         self._watch: RayWatch | None = None
         self._connected_before = False
         self._train: dict[str, WorkerGroup] = {}
-        """Pool -> its train workers; "" has those of the roles that no pool has."""
+        """Pool -> its train workers; "" has the workers of roles without a pool."""
         self._sample: WorkerGroup | None = None
         self._sampler_leased = False
         self._leases = itertools.count(1)
@@ -116,7 +116,7 @@ class RayRuntime:
             self._sampler_leased = False
 
     def prewarm(self, *, trainer: bool, sampler: bool) -> None:
-        """Start the worker processes; they import their engines while the caller goes on."""
+        """Start the worker processes; they import their engines while the caller continues."""
         if trainer:
             for pool in ("", *self._config.pools):
                 self._train_workers(pool)
@@ -124,18 +124,18 @@ class RayRuntime:
             self._sample_workers()
 
     def together(self, *work: Callable[[], T]) -> list[T]:
-        """Return the results of calls of trainers: at the same time if some of them have workers of their own."""
+        """Make calls of trainers and collect their results: at the same time if some of them have separate workers."""
         if not self._config.pools:
             return [one() for one in work]
         with ThreadPoolExecutor(len(work)) as threads:
             return [one.result() for one in [threads.submit(one) for one in work]]
 
     def engines(self) -> dict[str, str]:
-        """Return name -> version of the engines that served a lease, as the workers reported them."""
+        """Map name -> version of the engines that served a lease, as the workers reported them."""
         return dict(self._served)
 
     def close(self) -> None:
-        """End all workers, and Ray if this runtime started it. Returns within about a minute whatever hangs."""
+        """End all workers, and Ray if this runtime started it. Returns within about a minute, even if calls hang."""
         self._closing.set()
         held = self._starting.acquire(timeout=STOP_TIMEOUT_S)
         try:
@@ -230,7 +230,7 @@ class RayRuntime:
         )
 
     def _transfer(self) -> Transfer:
-        """Return how weights travel: through host memory without GPUs, else as the GPUs of both sides allow."""
+        """Choose how weights travel: through host memory without GPUs, else as the GPUs of both sides allow."""
         on_gpus = self._config.gpus_per_train_worker > 0 and self._config.gpus_per_engine > 0
         if not on_gpus or not self._config.sampler.needs().device_transfer:
             return ""

@@ -34,9 +34,9 @@ took longer than `runtime.worker_timeout_s` on a machine whose cores were all bu
 
 
 def at_low_priority(work: Callable[[], R]) -> R:
-    """Return `work()`, called in a thread of low priority. Only Linux has priorities per thread.
+    """Call `work()` in a thread of low priority. Only Linux has priorities per thread.
 
-    A trainer whose threads wait for each other thousands of times a second becomes several times slower if one of them
+    A trainer whose threads wait for each other thousands of times a second becomes several times slower if a thread
     shares its core with an import as heavy as vLLM's.
     """
     with ThreadPoolExecutor(1, thread_name_prefix="low-priority", initializer=_give_way) as pool:
@@ -79,11 +79,11 @@ class SampleWorker(FileMoves):
             sampler_engine(self._config).warm(self._config, threads=self._threads)
 
     def pid(self) -> int:
-        """Return the process id."""
+        """The process id."""
         return os.getpid()
 
     def gpus(self) -> list[str]:
-        """Return the GPUs that Ray gave this process or a train worker has lent it, as `node:index`."""
+        """The GPUs that Ray gave this process or a train worker has lent it, as `node:index`."""
         return self._lent or own_gpus()
 
     def open(self, policy: Path | NodeFolder, transfer: Transfer) -> dict[str, str]:
@@ -127,7 +127,7 @@ class SampleWorker(FileMoves):
         return sampler
 
     def generate(self, requests: Sequence[PackedRequest], sampling: SamplingConfig) -> PackedCompletions:
-        """Return one completion per request, in order."""
+        """Sample one completion per request, in order."""
         return pack_completions(self._with_weights().generate([SamplingRequest(*one) for one in requests], sampling))
 
     def advance(
@@ -159,7 +159,7 @@ class SampleWorker(FileMoves):
             self._on_device().sleep(keep_weights=keep_weights)
 
     def wake(self, kv_cache: bool = True) -> None:
-        """Take the engine's GPU memory back, if there is an engine; without `kv_cache` that of its weights."""
+        """Reclaim the engine's GPU memory, if there is an engine; without `kv_cache` only the memory of its weights."""
         if self._sampler is not None:
             self._on_device().wake(kv_cache=kv_cache)
 
@@ -170,7 +170,7 @@ class SampleWorker(FileMoves):
         self._on_device().transfer(verb, info)
 
     def check_probes(self, probes: Probes) -> None:
-        """Raise SamplingError if the engine's weights differ from those that were sent."""
+        """Raise SamplingError if the engine's weights differ from the sent weights."""
         self._on_device().check_probes(probes)
 
     def adopt(self, version: int) -> None:

@@ -1,4 +1,4 @@
-"""Open samplers from their configuration, and reuse a warm one where only the weights differ."""
+"""Open samplers from their configuration, and reuse a warm one if only the weights differ."""
 
 from importlib import import_module
 from pathlib import Path
@@ -8,20 +8,20 @@ from rlhf_core.interfaces import EngineSampler, SamplerEngine, Transfer
 
 
 def sampler_engine(config: AnySamplerConfig) -> SamplerEngine[AnySamplerConfig]:
-    """Return the engine of the module that `config` names. The only cost is importing that module."""
+    """Import the engine of the module that `config` names. The only cost is importing that module."""
     engine: SamplerEngine[AnySamplerConfig] = import_module(config.module).ENGINE
     return engine
 
 
 def open_sampler(policy: Path, config: AnySamplerConfig, *, threads: int, transfer: Transfer) -> EngineSampler:
-    """Return a sampler of `policy`, version 0, in this process (see `interfaces.OpenSampler`)."""
+    """Open a sampler of `policy`, version 0, in this process (see `interfaces.OpenSampler`)."""
     return sampler_engine(config).open(policy, config, threads=threads, transfer=transfer)
 
 
 def reopen_sampler(
     warm: EngineSampler | None, policy: Path, config: AnySamplerConfig, *, threads: int, transfer: Transfer
 ) -> EngineSampler:
-    """Return `warm` with the weights of `policy` if it accepts them, else a new sampler in its place."""
+    """Load the weights of `policy` into `warm` if it accepts them, else open a new sampler in its place."""
     if warm is not None and warm.accepts(policy):
         warm.load_policy(policy)
         return warm

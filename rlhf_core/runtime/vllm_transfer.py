@@ -52,7 +52,7 @@ class DeviceSender(WeightSource):
         self._engine = WeightTransferTrainerFactory.trainer_init(info, client=self._client, source=self)
 
     def fits(self, weights: StagedWeights) -> bool:
-        """Return whether the buffer is large enough for `weights`. By NCCL there is none: chunks grow with their tensors."""
+        """Whether the buffer is large enough for `weights`. NCCL uses none: chunks grow with their tensors."""
         return not self._buffer_bytes or largest_bytes(described(weights)) <= self._buffer_bytes
 
     def send(self, weights: StagedWeights) -> None:
@@ -79,7 +79,7 @@ class DeviceSender(WeightSource):
 
 
 def init_info(transfer: Transfer, *, rank: int, world: int, host: str, buffer_bytes: int) -> Any:
-    """Return the initial settings of vLLM's trainer side. With NCCL, chunks grow as needed, without `buffer_bytes`."""
+    """Initial settings of vLLM's trainer side. With NCCL, chunks grow as needed, without `buffer_bytes`."""
     if transfer == "ipc":
         return IPCTrainerInitInfo(packed=True, rank=rank, packed_buffer_size_bytes=buffer_bytes)
     return NCCLTrainerInitInfo(master_address=host, master_port=free_port(), world_size=world, packed=True, rank=rank)

@@ -3,8 +3,8 @@
 Host memory always works: rank 0 packs the full weights into Ray's object store, and engines on the same node map them
 (`weights.py`). Between GPUs, vLLM's own weight transfer (`vllm.distributed.weight_transfer`) moves them: by CUDA IPC if
 ranks and engines share GPUs, each rank to its own, else by an NCCL broadcast from rank 0. In both cases the digest of
-the sent weights is that of `Trainer.weights()`, and the engine compares the weights that it then holds with rows of
-those that were sent.
+the sent weights is the digest of `Trainer.weights()`, and the engine compares the weights that it then holds with rows
+of the sent weights.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,12 +32,12 @@ class DeviceWeights:
 
 
 StagedWeights: TypeAlias = "Mapping[str, Any] | WeightsInParts"
-"""Weights to be sent: a stream of those that a trainer has, or a copy, name -> CPU tensor, of which other ranks than 0 have the
-shapes, as meta tensors."""
+"""Weights to be sent: a stream of a trainer's weights, or a copy, name -> CPU tensor, of which other ranks than 0 have
+the shapes, as meta tensors."""
 
 
 def described(weights: StagedWeights) -> Mapping[str, Any]:
-    """Return name -> tensor, on the meta device for a stream, with the dtype and shape of each weight."""
+    """Map name -> tensor, on the meta device for a stream, with the dtype and shape of each weight."""
     return weights if isinstance(weights, Mapping) else weights.metadata
 
 
@@ -57,7 +57,7 @@ def in_stream_order(pairs: Iterable[tuple[str, Any]], device: str) -> Iterator[t
 
 
 def choose_transfer(train_gpus: Sequence[str], engine_gpus: Sequence[Sequence[str]]) -> Transfer:
-    """Return the transfer for trainer ranks on `train_gpus`, one each, and engines on `engine_gpus`.
+    """Choose the transfer for trainer ranks on `train_gpus`, one each, and engines on `engine_gpus`.
 
     GPUs are named `node:index`. CUDA IPC needs a rank on every GPU of an engine. By NCCL rank 0 sends, which refuses two ranks
     on one GPU: no engine may have its GPU. Anything else, and anything without GPUs, goes through host memory.
@@ -91,7 +91,7 @@ class EngineClient:
         self._tensor_parallel = tensor_parallel
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Join every engine to the group; engine e takes the NCCL ranks after those of the engines before it."""
+        """Join every engine to the group; engine e takes the NCCL ranks after the ranks of the engines before it."""
         infos = [dict(init_info) for _ in self._engines]
         if "rank_offset" in init_info:
             for index, info in enumerate(infos):
@@ -111,7 +111,7 @@ class EngineClient:
         self._all("finish", {})
 
     def check(self, probes: Probes) -> None:
-        """Compare the weights of every engine with rows of those that were sent."""
+        """Compare the weights of every engine with rows of the sent weights."""
         ray.get([engine.check_probes.remote(probes) for engine in self._engines])
 
     def _all(self, verb: TransferVerb, info: Any) -> None:
@@ -123,7 +123,7 @@ IPC_BUFFER_BYTES = 1 << 30
 
 
 def ipc_buffer_bytes(tensors: Mapping[str, Any]) -> int:
-    """Return the buffer size for `tensors`: vLLM refuses a tensor larger than the buffer; a larger buffer is wasted.
+    """Buffer size for `tensors` in bytes: vLLM refuses a tensor larger than the buffer; a larger buffer is wasted.
 
     >>> import torch
     >>> ipc_buffer_bytes({"norm": torch.ones(8), "head": torch.ones(4, 8)})

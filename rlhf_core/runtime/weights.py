@@ -27,7 +27,7 @@ class PackedTensor:
 def buckets(weights: Iterable[tuple[str, Any]], *, most_bytes: int = BUCKET_BYTES) -> Iterator[dict[str, Any]]:
     """Yield name -> copy of the tensor on the CPU in parts of at most `most_bytes`, in order, each when it is full.
 
-    A larger tensor is a part of its own.
+    A larger tensor forms a separate part.
 
     >>> import torch
     >>> [list(part) for part in buckets([(name, torch.zeros(3)) for name in "abc"], most_bytes=24)]
@@ -47,7 +47,7 @@ def buckets(weights: Iterable[tuple[str, Any]], *, most_bytes: int = BUCKET_BYTE
 
 
 def pack_weights(tensors: Mapping[str, Any]) -> list[PackedTensor]:
-    """Return name -> tensor as bytes outside the pickle, so that Ray's readers map them instead of copying."""
+    """Pack name -> tensor as bytes outside the pickle, so that Ray's readers map them instead of copying."""
     packed = []
     for name, tensor in tensors.items():
         flat = tensor.detach().cpu().contiguous().reshape(-1)
@@ -57,7 +57,7 @@ def pack_weights(tensors: Mapping[str, Any]) -> list[PackedTensor]:
 
 
 def unpack_weights(packed: list[PackedTensor]) -> dict[str, Any]:
-    """Return name -> CPU tensor that shares the memory of `packed`, in its order. The tensors must not be written to."""
+    """Map name -> CPU tensor that shares the memory of `packed`, in its order. The tensors must not be written to."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*not writable.*")
         return {

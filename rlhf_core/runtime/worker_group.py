@@ -25,7 +25,7 @@ from rlhf_core.store.node_folders import NodeFolder
 LOOK_EVERY_S = 1.0
 """Seconds between checks, during a call, that Ray itself is still there."""
 FETCH_EVERY_S = 0.2
-"""Seconds between questions whether a worker has done what it does beside its calls."""
+"""Seconds between checks whether a worker has finished its work besides its calls."""
 OTHERS_GRACE_S = 10.0
 """Seconds to wait for other ranks' errors: if a rank dies, its peers often fail in a collective before Ray notices."""
 
@@ -70,7 +70,7 @@ class WorkerGroup:
 
     @property
     def broken(self) -> bool:
-        """Return whether the workers are gone: killed, or lost with Ray."""
+        """Whether the workers are gone: killed, or lost with Ray."""
         return self._killed or bool(self._ray_lost())
 
     def call(self, role: str, method: str, *arguments: Any, **keywords: Any) -> list[Any]:
@@ -90,7 +90,7 @@ class WorkerGroup:
             return list(self._gather(role, method, refs).values())
 
     def fetch(self, role: str, place: NodeFolder | None) -> None:
-        """Let the nodes of all actors get the files of a place, however long that takes."""
+        """Let the nodes of all actors download the files of a place, without a time limit."""
         if place is None:
             return
         self.call(role, "fetch", place)
@@ -100,7 +100,7 @@ class WorkerGroup:
     def moved(self, rank: int, name: str, *, meanwhile: Callable[[], None] = lambda: None) -> Any:
         """Wait, between the calls of others, until an actor has moved files; return the result of the move.
 
-        `meanwhile` is called now and then. Raises the worker's error, or that of its loss.
+        `meanwhile` is called now and then. Raises the worker's error, or an error for its loss.
         """
         method = "moved"
         deadline = time.monotonic() + self._timeout_s
@@ -132,14 +132,14 @@ class WorkerGroup:
             return ref
 
     def first(self, role: str, method: str, running: Mapping[int, Any]) -> dict[int, Any]:
-        """Wait until one of the calls that `begin` started has ended; return the results that are there, by rank."""
+        """Wait until any call that `begin` started has ended; return the results so far, by rank."""
         with self._turn:
             self._check_alive(role, method)
             self._begun = {ref: self._begun[ref] for ref in running.values()}  # the others were given up
             return self._gather(role, method, running, enough=1)
 
     def away(self, role: str, place: NodeFolder | None) -> list[int]:
-        """Return the ranks that do not see the cache in which a folder was named: they are on other nodes."""
+        """Ranks that do not see the cache in which a folder was named: they are on other nodes."""
         if place is None:
             return []
         if place.mark not in self._away:
@@ -148,11 +148,11 @@ class WorkerGroup:
         return self._away[place.mark]
 
     def put(self, value: Any) -> Any:
-        """Return a reference to a copy in the object store, to hand to several actors."""
+        """Store a copy in the object store: a reference to hand to several actors."""
         return ray.put(value)
 
     def share(self, sequences: Sequences) -> SharedSequences:
-        """Put the arrays of sequences into the object store, each once. Those put together stay until the last one goes."""
+        """Put the arrays of sequences into the object store, each once. Arrays put together are freed together."""
         arrays = {id(values): values for values in sequences.arrays}
         if missing := [values for number, values in arrays.items() if number not in self._shared]:
             self._note(missing, self.put(missing))
@@ -180,7 +180,7 @@ class WorkerGroup:
             getattr(actor, method).remote(*arguments)
 
     def kill(self) -> None:
-        """End the processes of all actors; Ray sends SIGKILL to one that does not respond."""
+        """End the processes of all actors; Ray sends SIGKILL to actors that do not respond."""
         self._killed = True
         if not self._ray_lost():  # or the call might hang, and no process is left to kill
             for actor in self.actors:
@@ -203,7 +203,7 @@ class WorkerGroup:
         return self._lost(explain(f"{self.kind}.{role}", what, rule, remedy))
 
     def _gather(self, role: str, method: str, refs: Mapping[int, Any], *, enough: int = 0) -> dict[int, Any]:
-        """Return the results of calls, by rank: of all, or of those that are there when `enough` are."""
+        """Wait for the results of calls, by rank: all of them, or the finished ones once `enough` are there."""
         ranks = {ref: rank for rank, ref in refs.items()}
         deadline = min((self._begun.get(ref, time.monotonic()) for ref in ranks), default=0.0) + self._timeout_s
         found: dict[int, Any] = {}
@@ -222,7 +222,7 @@ class WorkerGroup:
         return dict(sorted(found.items()))
 
     def _checked(self, role: str, method: str, refs: Mapping[int, Any], rank: int) -> Any:
-        """Return the result of a call that has ended, or raise what it has raised. The result may be lost on its way."""
+        """The result of a call that has ended, or its exception, raised here. The result may be lost on its way."""
         try:
             return ray.get(refs[rank], timeout=self._timeout_s)
         except ray.exceptions.RayTaskError as error:
@@ -278,5 +278,5 @@ _SMALLER = {
 
 
 def _remedy(kind: str, reason: str) -> str:
-    """Return the remedy for a worker's exception: the fields that save memory if it ran out of memory."""
+    """The remedy for a worker's exception: the fields that save memory if it ran out of memory."""
     return _SMALLER[kind] if "out of memory" in reason.lower() else "see the traceback above this error"

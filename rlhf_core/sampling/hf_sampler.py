@@ -36,7 +36,7 @@ from rlhf_core.types import Completion, SamplingRequest, chunks
 class HFSampler:
     """A `Sampler` over one transformers model in this process, on CPU or the current GPU.
 
-    Each request draws its uniforms from a generator of its own, so its completion depends on the other rows of its batch
+    Each request draws its uniforms from a separate generator, so its completion depends on the other rows of its batch
     only through rounding.
 
     >>> HFSampler(Path("policy"), HFSamplerConfig()).generate(requests, SamplingConfig())   # doctest: +SKIP
@@ -85,7 +85,7 @@ class HFSampler:
     def advance(
         self, new: Sequence[tuple[int, SamplingRequest]], sampling: SamplingConfig
     ) -> list[tuple[int, Completion]]:
-        """Return the completions of all of `new`: this engine has no running batch that requests could join."""
+        """Generate the completions of all of `new`: this engine has no running batch that requests could join."""
         completions = self.generate([request for _, request in new], sampling)
         return [(number, completion) for (number, _), completion in zip(new, completions, strict=True)]
 
@@ -104,7 +104,7 @@ class HFSampler:
         self._version = version
 
     def accepts(self, policy: Path) -> bool:
-        """Return False: opening another policy costs as little as loading its weights in place."""
+        """Always False: opening another policy costs as little as loading its weights in place."""
         return False
 
     def load_policy(self, policy: Path) -> None:
@@ -113,7 +113,7 @@ class HFSampler:
         raise SamplingError("policy", str(policy), rule, "close this sampler and open a new one, which is as fast")
 
     def versions(self) -> dict[str, str]:
-        """Return the versions of torch and transformers."""
+        """Versions of torch and transformers."""
         return {name: installed_version(name) for name in ("torch", "transformers")}
 
     def close(self) -> None:
@@ -170,9 +170,9 @@ ENGINE = SamplerEngine[HFSamplerConfig](open=lambda policy, config, *, threads, 
 
 
 def processed_logprobs(logits_BV: Tensor, sampling: SamplingConfig) -> Tensor:
-    """Return log-probabilities after temperature, min-p, top-k and top-p, in this order; -inf for tokens filtered out.
+    """Log-probabilities after temperature, min-p, top-k and top-p, in this order; -inf for tokens filtered out.
 
-    Temperature 0 leaves the logits as they are, as vLLM does for greedy requests.
+    Temperature 0 leaves the logits unchanged, as vLLM does for greedy requests.
     """
     if sampling.temperature == 0:
         return logits_BV.log_softmax(-1)
@@ -195,7 +195,7 @@ def processed_logprobs(logits_BV: Tensor, sampling: SamplingConfig) -> Tensor:
 def penalized(
     logits_BV: Tensor, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], sampling: SamplingConfig
 ) -> Tensor:
-    """Return the logits after the penalties on tokens of each row's prompt and answer so far, in vLLM's order."""
+    """Apply the penalties on tokens of each row's prompt and answer so far to the logits, in vLLM's order."""
     counts_BV = torch.zeros_like(logits_BV)
     seen_BV = torch.zeros_like(logits_BV, dtype=torch.bool)
     for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
@@ -209,7 +209,7 @@ def penalized(
 
 
 def inverse_cdf(logprobs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
-    """Return `tokens_B`: the first token at which the cumulative probability exceeds the uniform of its row."""
+    """Choose `tokens_B`: the first token at which the cumulative probability exceeds the uniform of its row."""
     cumulative_BV = (
         logprobs_BV.double().exp().cumsum(-1)
     )  # F(v) = sum of p up to v; the token is min {v: F(v) > u F(V)}
@@ -240,7 +240,7 @@ class _Row:
 
 
 def _left_pad(prompts: Sequence[Sequence[int]], *, device: Any) -> tuple[Tensor, Tensor]:
-    """Return `ids_BL` and `mask_BL`, prompts flush right; the padding id is 0 and never attended to."""
+    """Pad to `ids_BL` and `mask_BL`, prompts flush right; the padding id is 0 and never attended to."""
     rows = [torch.tensor(list(prompt), device=device) for prompt in prompts]
     filled = partial(pad_sequence, batch_first=True, padding_side="left")
     return filled(rows), filled(list(map(torch.ones_like, rows)))

@@ -19,7 +19,7 @@ from rlhf_core.types import NO_EXPERTS, Column, Completion, SamplingRequest, flo
 
 
 def most_tokens(request: SamplingRequest, max_tokens: int) -> int:
-    """Return the maximum number of tokens for `request`; `max_tokens` is the limit of the sampling configuration.
+    """The maximum number of tokens for `request`; `max_tokens` is the limit of the sampling configuration.
 
     >>> most_tokens(SamplingRequest((1, 2), seed=7, max_tokens=3), 64)
     3
@@ -56,9 +56,9 @@ def check_logprobs(request: SamplingRequest, logprobs: Sequence[float]) -> None:
 
 
 def stop_token_ids(policy: Path, *, tokenizer_eos: int | None) -> tuple[int, ...]:
-    """Return the ids that end an answer: those of `generation_config.json` and `config.json`, and the tokenizer's own.
+    """Ids that end an answer: from `generation_config.json` and `config.json`, and the tokenizer's own.
 
-    Raises ConfigError if there is none: such a policy would always run to `max_tokens`.
+    Raises ConfigError if none is found: such a policy would always run to `max_tokens`.
     """
     ids = declared_ends(policy) | (set() if tokenizer_eos is None else {tokenizer_eos})
     if not ids:
@@ -71,7 +71,7 @@ def stop_token_ids(policy: Path, *, tokenizer_eos: int | None) -> tuple[int, ...
 
 
 def tensors_of(weights: Weights) -> Mapping[str, Any]:
-    """Return the payload of `weights`, Hugging Face name -> CPU tensor. Raises SamplingError if it is anything else.
+    """The payload of `weights`, Hugging Face name -> CPU tensor. Raises SamplingError if it is anything else.
 
     >>> tensors_of(Weights(payload={}, digest=""))
     {}
@@ -83,7 +83,7 @@ def tensors_of(weights: Weights) -> Mapping[str, Any]:
 
 
 def received_tensors(weights: Weights) -> Mapping[str, Any]:
-    """Return name -> CPU tensor. Raises SamplingError if the digest differs from that of the tensors that were sent."""
+    """Unpack name -> CPU tensor. Raises SamplingError if the digest differs from the digest of the sent tensors."""
     from rlhf_core.models.lora import weights_digest  # imports torch, which planning must not
 
     tensors = tensors_of(weights)
@@ -138,7 +138,7 @@ class PolicyFolder:
         return cls(policy, Decoder(tokenizer, ends=stops), stops, int(text_config["vocab_size"]), max_model_len)
 
     def check(self, requests: Sequence[SamplingRequest], sampling: SamplingConfig) -> None:
-        """Raise SamplingError, naming the request, if one does not fit."""
+        """Raise SamplingError, naming the request, if a request does not fit."""
         check_requests(
             requests, vocab_size=self.vocab_size, max_tokens=sampling.max_tokens, max_model_len=self.max_model_len
         )
@@ -153,11 +153,11 @@ class PolicyFolder:
         stop: Sequence[str] = (),
         experts: NDArray[Any] | None = None,
     ) -> Completion:
-        """Return the engine's output as a `Completion`, up to the first text in `stop`.
+        """Convert the engine's output to a `Completion`, up to the first text in `stop`.
 
-        What comes after that was drawn after it and changes nothing before it, so that cutting it off is exact. `experts`
-        [L, ...] are those of the prompt's tokens and the next ones: an engine does not compute the last token that it draws.
-        Raises SamplingError if a log-probability is not finite, or if the request asks for experts and there are none.
+        Later tokens were drawn afterwards and change nothing before them, so that cutting them off is exact. `experts`
+        [L, ...] belong to the prompt's tokens and the next ones: an engine does not compute the last token that it
+        draws. Raises SamplingError if a log-probability is not finite, or if experts are requested but missing.
         """
         if not token_ids:
             rule = "no tokens were returned"
@@ -191,7 +191,7 @@ def recorded_experts(request: SamplingRequest, tokens: int, experts: NDArray[Any
 
 
 def first_end(token_ids: Sequence[int], stop: Sequence[str], decode: Callable[[Sequence[int]], str]) -> int:
-    """Return the number of tokens up to the one that completes the first text in `stop`; 0 if there is none.
+    """Count the tokens up to the token that completes the first text in `stop`; 0 if none occurs.
 
     >>> first_end([65, 66, 67, 66], ["BC"], lambda ids: bytes(ids).decode())
     3
@@ -207,7 +207,7 @@ def first_end(token_ids: Sequence[int], stop: Sequence[str], decode: Callable[[S
 
 
 def further_options(sampling: SamplingConfig) -> dict[str, float]:
-    """Return the options of vLLM's `SamplingParams` besides temperature, top_p and top_k, if they are set.
+    """Options of vLLM's `SamplingParams` besides temperature, top_p and top_k, if they are set.
 
     >>> further_options(SamplingConfig(min_p=0.1, presence_penalty=0.5))
     {'min_p': 0.1, 'presence_penalty': 0.5}
@@ -217,7 +217,7 @@ def further_options(sampling: SamplingConfig) -> dict[str, float]:
 
 
 def architecture(policy: Path) -> dict[str, Any]:
-    """Return the config entries that two policies must share to be served by one engine."""
+    """The config entries that two policies must share to be served by one engine."""
     return {key: value for key, value in _read_config(policy).items() if key not in NOT_ARCHITECTURE}
 
 

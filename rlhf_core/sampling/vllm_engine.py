@@ -22,14 +22,14 @@ GIB = 1 << 30  # bytes
 
 
 def platform() -> str:
-    """Return the device type that the installed vLLM is built for."""
+    """The device type that the installed vLLM is built for."""
     return str(current_platform.device_type)
 
 
 def sampling_params(
     request: SamplingRequest, sampling: SamplingConfig, *, stops: Sequence[int], when_done: bool
 ) -> SamplingParams:
-    """Return vLLM's parameters of a request; with `when_done`, the engine returns its output only when it is complete."""
+    """vLLM's parameters of a request; with `when_done`, the engine returns its output only when it is complete."""
     greedy = sampling.temperature == 0
     return SamplingParams(
         temperature=sampling.temperature,
@@ -46,12 +46,12 @@ def sampling_params(
 
 
 def adapter(number: int) -> LoRARequest:
-    """Return what a request names an adapter with that the workers have loaded as `number`; there is no file of it."""
+    """The LoRA request for an adapter that the workers have loaded as `number`; it has no file."""
     return LoRARequest(f"load-{number}", number, "in memory")
 
 
 def start(policy: Path, config: VllmSamplerConfig, *, transfer: Transfer) -> LLM:
-    """Return an engine of `policy` in this process. Raises SamplingError if vLLM refuses it."""
+    """Start an engine of `policy` in this process. Raises SamplingError if vLLM refuses it."""
     on_gpu = torch.cuda.is_available()
     place: dict[str, Any] = (
         {"gpu_memory_utilization": config.gpu_memory_fraction}

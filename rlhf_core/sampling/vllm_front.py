@@ -1,7 +1,7 @@
 """Run vLLM's server at a socket that is already bound: `python -m rlhf_core.sampling.vllm_front DESCRIPTOR OPTIONS`.
 
-vLLM itself binds `--port` after seconds of imports, and asks for its token below `/v1`, `/v2` and `/inference` only;
-`PolicyDoor` is before all its routes. It is also for a `vllm serve` of your own:
+vLLM itself binds `--port` after seconds of imports, and checks its token below `/v1`, `/v2` and `/inference` only;
+`PolicyDoor` protects all its routes. You can also add it to your `vllm serve`:
 `--middleware rlhf_core.sampling.vllm_front.PolicyDoor`.
 """
 
@@ -20,7 +20,7 @@ TOKEN = "VLLM_API_KEY"
 
 
 class PolicyDoor(Door):
-    """The door of vLLM's server, with the token in the environment; only `/health` is open."""
+    """Middleware that requires the token in the environment for all routes of vLLM's server except `/health`."""
 
     def __init__(self, app: ASGIApp) -> None:
         token = os.environ[TOKEN] if TOKEN in os.environ else ""
@@ -35,7 +35,7 @@ def main() -> None:
     from vllm.entrypoints.launchers.api_server.entry import main as serve
 
     hide_in_logs()
-    os.umask(0o077)  # the sockets of its processes lie in the temporary folder, and what comes there is unpickled
+    os.umask(0o077)  # the sockets of its processes lie in the temporary folder, and data sent there is unpickled
     listener = socket.socket(fileno=int(sys.argv.pop(1)))
     listener.set_inheritable(False)
     launcher.create_server_socket = lambda *_, **__: listener

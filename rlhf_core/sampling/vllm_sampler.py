@@ -101,8 +101,8 @@ class VllmSampler:
     def load_weights(self, weights: Weights, *, version: int) -> None:
         """Replace the policy by `weights` (payload: Hugging Face name -> CPU tensor); completions carry `version`.
 
-        Adapters alone replace those before them. Raises SamplingError if the received weights differ from those that were
-        sent, or if the engine refuses them.
+        Adapters alone replace the previous adapters. Raises SamplingError if the received weights differ from the sent
+        ones, or if the engine refuses them.
         """
         from rlhf_core.sampling.vllm_worker import probe_weights  # imports torch, as vLLM does
 
@@ -117,7 +117,7 @@ class VllmSampler:
     # ------------------------------------------------------------ warm engine
 
     def accepts(self, policy: Path) -> bool:
-        """Return whether `policy` has this engine's architecture and vocabulary, so that it can be loaded in place."""
+        """Whether `policy` has this engine's architecture and vocabulary, so that it can be loaded in place."""
         return architecture(policy) == self._architecture
 
     def load_policy(self, policy: Path) -> None:
@@ -184,7 +184,7 @@ class VllmSampler:
         prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt_ids)}
         if self.config.prefix_caching:
             return {**prompt, "cache_salt": str(self._loads)}
-        # On GPUs, recorded experts need the cache. With a salt of its own, no request finds the prefixes of another.
+        # On GPUs, recorded experts need the cache. With a separate salt, no request finds the prefixes of another.
         return {**prompt, "cache_salt": f"own-{next(self._numbers)}"} if self.config.routed_experts else prompt
 
     def _abandon(self) -> None:
@@ -232,7 +232,7 @@ class VllmSampler:
     # ------------------------------------------------------------ engine
 
     def versions(self) -> dict[str, str]:
-        """Return the versions of torch and vLLM. The CPU build of vLLM has another distribution name."""
+        """Versions of torch and vLLM. The CPU build of vLLM has another distribution name."""
         try:
             vllm = installed_version("vllm")
         except PackageNotFoundError:
@@ -253,7 +253,7 @@ def import_vllm(config: VllmSamplerConfig, *, threads: int) -> None:
 
 
 def built_for() -> str:
-    """Return the device type that the installed vLLM is built for."""
+    """The device type that the installed vLLM is built for."""
     return _vllm().platform()  # type: ignore[no-any-return]
 
 
@@ -288,7 +288,7 @@ def _start_engine(policy: Path, config: VllmSamplerConfig, *, transfer: Transfer
 
 
 def _vllm() -> ModuleType:
-    """Return the module that uses vLLM, which reads the variables of `prepare_environment` when it is imported."""
+    """The module that uses vLLM, which reads the variables of `prepare_environment` when it is imported."""
     from rlhf_core.sampling import vllm_engine
 
     return vllm_engine

@@ -1,4 +1,4 @@
-"""Extend vLLM's worker: finish a reload, record experts on CPU, and compare its weights with those that the trainer sent."""
+"""Extend vLLM's worker: finish a reload, record experts on CPU, and compare its weights with the trainer's."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ class WeightReload:
     _experts: Mapping[str, list[tuple[int, NDArray[Any]]]] = {}
 
     def settings(self) -> dict[str, str | int]:
-        """Return the settings that determine the log-probabilities of this engine."""
+        """The settings that determine the log-probabilities of this engine."""
         model = self.vllm_config.model_config
         return {
             "dtype": str(model.dtype).removeprefix("torch."),
@@ -82,8 +82,8 @@ class WeightReload:
         runner.execute_model = execute_and_record
 
     def take_experts(self) -> dict[str, NDArray[np.int16]]:
-        """Return the experts [L, layers, experts per token] that `record_experts` recorded of each request since the last
-        call; -1 for cached tokens.
+        """Collect the experts [L, layers, experts per token] of each request that `record_experts` recorded since the
+        last call; -1 for cached tokens.
         """
         found = {}
         for name, parts in self._experts.items():
@@ -126,7 +126,7 @@ class WeightReload:
         return ""
 
     def mismatched_weights(self, probes: Probes) -> list[str]:
-        """Return the names of tensors that differ from `probes`, among those that this worker stores unchanged.
+        """Names of tensors that differ from `probes`, among the tensors that this worker stores unchanged.
 
         Linear layers are fused, sharded or repacked; norms and, without tensor parallelism, embeddings are not.
         """
@@ -141,7 +141,7 @@ class WeightReload:
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Return all tensors of the safetensors files in `folder`; they stay on disk until they are read."""
+    """Open all tensors of the safetensors files in `folder`; they stay on disk until they are read."""
     tensors: dict[str, Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         tensors |= load_file(file)
@@ -149,7 +149,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def probe_weights(tensors: Mapping[str, Tensor]) -> Probes:
-    """Return some rows of the tensors that an engine may store unchanged: vectors, and the embedding."""
+    """Select some rows of the tensors that an engine may store unchanged: vectors, and the embedding."""
     return {
         name: (tuple(tensor.shape), _rows(tensor.detach()).float().cpu())
         for name, tensor in tensors.items()
@@ -158,7 +158,7 @@ def probe_weights(tensors: Mapping[str, Tensor]) -> Probes:
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """Return about `PROBE_ROWS` rows, evenly spread over the first dimension."""
+    """Select about `PROBE_ROWS` rows, evenly spread over the first dimension."""
     return tensor[:: max(1, tensor.shape[0] // PROBE_ROWS)]
 
 

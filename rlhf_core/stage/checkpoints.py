@@ -5,7 +5,7 @@ writers, seals the folder and removes old checkpoints. At most one checkpoint is
 
 `write_part` creates the note `.writing-<part>` in the folder before it returns. The writer holds a lock on it, which
 the system drops if the process dies. The note is removed when the part is whole; if writing fails, it is renamed to
-`.failed-<part>` and holds the reason.
+`.failed-<part>` and contains the reason.
 """
 
 from __future__ import annotations
@@ -187,19 +187,19 @@ class Checkpoints:
         self._sealing = _Sealing()
 
     def keeping(self, *, best: int) -> Checkpoints:
-        """Return the same checkpoints with `keep_best=best`; a checkpoint in progress is shared by both objects."""
+        """A copy with `keep_best=best`; both objects share a checkpoint in progress."""
         other = Checkpoints(self.root, keep_best=best, fence=self._fence)
         other._sealing = self._sealing
         return other
 
     def latest(self) -> Checkpoint | None:
-        """Return the newest complete checkpoint; unreadable ones are skipped with a warning. Reads no large file."""
+        """The newest complete checkpoint; unreadable ones are skipped with a warning. Reads no large file."""
         return self.to_resume(lambda folder: "")
 
     def to_resume(self, damage: Callable[[Path], str]) -> Checkpoint | None:
-        """Return the newest complete checkpoint after verifying every byte; damaged ones are skipped with a warning.
+        """The newest complete checkpoint after verifying every byte; damaged ones are skipped with a warning.
 
-        `damage` returns what is wrong with the large archives of a checkpoint, which this does not read, or "".
+        `damage` describes damage of the large archives of a checkpoint, which this does not read, or returns "".
         """
         self.settle()
         for folder in sorted(self._folders(), reverse=True):
@@ -209,7 +209,7 @@ class Checkpoints:
         return None
 
     def best(self) -> Checkpoint | None:
-        """Return the complete checkpoint with the largest metric (the newest of equals); None if none has a metric."""
+        """The complete checkpoint with the largest metric (the newest of equals); None if none has a metric."""
         self.settle()
         ranked = _by_metric(self._readable())
         return ranked[0] if ranked else None
@@ -219,8 +219,8 @@ class Checkpoints:
         """Yield an empty folder to write into; soon after a clean exit it becomes the checkpoint of `step`.
 
         Parts begun with `write_part` in the folder are written in the background. Waits first for the previous
-        checkpoint. `state` must be JSON-serializable. Larger metrics are better. After an exception, also one that
-        `settle` or the next call raises because something could not be written, the older checkpoints are unchanged.
+        checkpoint. `state` must be JSON-serializable. Larger metrics are better. After an exception, even if `settle`
+        or the next call raises it because something could not be written, the older checkpoints are unchanged.
         """
         self.settle()
         self._fence()
@@ -313,7 +313,7 @@ class _Sealing:
 
 
 def _plain(step: int, state: Mapping[str, Any], metric: float | None) -> dict[str, Any]:
-    """Return the content of the state file: a copy, because the stage runs on and may change its own state."""
+    """Content of the state file: a copy, because the stage runs on and may change its own state."""
     try:
         noted: dict[str, Any] = json.loads(json.dumps({"step": step, "metric": metric, "state": dict(state)}))
     except TypeError as error:
@@ -374,9 +374,9 @@ def _is_archive(path: str, size: int) -> bool:
 
 
 def damaged_archive(folder: Path, reads: Callable[[str], bool] = lambda path: True) -> str:
-    """Return which large file is damaged, by the checksums that torch writes into its archives, or an empty string.
+    """Find a damaged large file by the checksums that torch writes into its archives; "" if none is damaged.
 
-    `reads` says of a relative path whether it is to be read.
+    `reads` is true for each relative path to check.
     """
     for path in list_files(folder):
         file = folder / path

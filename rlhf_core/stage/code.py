@@ -1,4 +1,4 @@
-"""Compute the digests of a stage's code: of its module and of all modules of this program that it imports."""
+"""Compute the digests of a stage's code: its module and all modules of this program that it imports."""
 
 import ast
 import sys
@@ -39,7 +39,7 @@ MOST_CODE = 2000
 
 
 def module_digests(module_name: str, packages: tuple[str, ...] = OUR_PACKAGES) -> dict[str, str]:
-    """Return the digest of the syntax tree of `module_name` and of every module of `packages` it reaches, by name.
+    """Hash the syntax tree of `module_name` and of every module of `packages` that it reaches, by name.
 
     Imports inside functions count, those for type checkers alone do not, and a package that uses its own `__path__`
     imports all of its modules. Comments and the modules of `PLUMBING` do not count, nor docstrings and messages of modules
@@ -81,9 +81,9 @@ def module_digests(module_name: str, packages: tuple[str, ...] = OUR_PACKAGES) -
 
 @contextmanager
 def remembered_code() -> Iterator[None]:
-    """Reuse the analyses of code by earlier processes of this user, and save those of this process.
+    """Reuse the analyses of code by earlier processes of this user, and save the analyses of this process.
 
-    Unlike the indexes of a store, this one belongs to no store: most plans are made before there is one.
+    Unlike the indexes of a store, this one belongs to no store: most plans are made before a store exists.
     """
     try:
         file = cache_folder() / CODE
@@ -117,7 +117,7 @@ def _users_module(path: Path, name: str, content: bytes) -> list[Any]:
 
 
 def _imports(tree: ast.Module, path: Path, name: str) -> list[str]:
-    """The imports of a module that run, in order."""
+    """The import statements of a module that run, in order."""
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     nodes = list(ast.walk(tree))
     imports = imported_names(_nodes_that_run(tree), package)
@@ -127,7 +127,7 @@ def _imports(tree: ast.Module, path: Path, name: str) -> list[str]:
 
 
 def _nodes_that_run(tree: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of a tree but for those below `if TYPE_CHECKING`, whose imports only a type checker reads."""
+    """The nodes of a tree except those below `if TYPE_CHECKING`, whose imports only a type checker reads."""
     yield tree
     for child in ast.iter_child_nodes(tree):
         if isinstance(child, ast.If) and isinstance(child.test, ast.Name) and child.test.id == "TYPE_CHECKING":

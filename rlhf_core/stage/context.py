@@ -55,13 +55,13 @@ class RunningAttempt:
     clock: float = field(default_factory=time.monotonic)
 
     def seconds(self) -> float:
-        """Return how long the attempt has run."""
+        """Duration of the attempt so far."""
         return time.monotonic() - self.clock
 
     def provenance(
         self, metrics: Mapping[str, float], engines: dict[str, str], failed: dict[str, Failed], unseen: tuple[str, ...]
     ) -> Provenance:
-        """Return the provenance of the artifact, for its record."""
+        """Collect the provenance of the artifact, for its record."""
         return Provenance(
             label=self.spec.label,
             stage=self.spec.name,
@@ -91,8 +91,8 @@ class RunningAttempt:
 class StageContext:
     """Everything that a running stage may use besides its configuration and its inputs.
 
-    `out` is an empty folder for the artifact. `work` survives a killed process: a stage keeps what it resumes from
-    there (shards), besides its `checkpoints`. `progress(done, total, message)` reports progress to the user.
+    `out` is an empty folder for the artifact. `work` survives a killed process: a stage keeps files there to resume
+    from (shards), besides its `checkpoints`. `progress(done, total, message)` reports progress to the user.
     """
 
     label: str
@@ -109,41 +109,41 @@ class StageContext:
 
     @property
     def files(self) -> Mapping[str, str]:
-        """Return the digests in the key of the user's files that the configuration names."""
+        """Digests in the key of the user's files that the configuration names."""
         found: Mapping[str, str] = self._run.spec.engines["files"] if "files" in self._run.spec.engines else NOTHING
         return found
 
     @property
     def sampler_length(self) -> int | None:
-        """Return the most tokens that the sampler is set to take; None if it takes the policy's whole context."""
+        """The configured length limit of the sampler in tokens; None for the policy's whole context."""
         engines = self._run.spec.engines
         sampler = engines["sampler"] if "sampler" in engines else NOTHING
         return int(sampler["max_model_len"]) if "max_model_len" in sampler else None
 
     def path(self, ref: ArtifactRef) -> Path:
-        """Return the folder of an input."""
+        """The folder of an input."""
         return self.store.path(ref)
 
     def model(
         self, ref: ArtifactRef, head: Literal["lm", "score", "value"] = "lm", *, lora: LoraConfig | None = None
     ) -> ModelSpec:
-        """A model among the inputs, to be trained or asked."""
+        """The specification of a model among the inputs, for training or inference."""
         return ModelSpec(str(self.path(ref)), head, lora, self.seed)
 
     @property
     def functions(self) -> Mapping[str, str]:
-        """Return the digests of the user's functions as they entered the key; loading a function checks its digest."""
+        """Digests of the user's functions in the key; loading a function checks its digest."""
         return self._run.target.functions
 
     def user_function(self, part: Config) -> UserFunction | None:
-        """Return the user's function that a part of the configuration names, or None."""
+        """The user's function that a part of the configuration names, or None."""
         if not isinstance(part, CustomFunction):
             return None
         return UserFunction.of(part.function, self.functions[part.function], notes=self.notes)
 
     @property
     def notes(self) -> str:
-        """Return the file in which all processes note the reads of user code beyond the key."""
+        """The file in which all processes note the reads of user code beyond the key."""
         return str(self.work / attempts.UNSEEN)
 
     def figures(self, drawn: Mapping[str, bytes]) -> None:
@@ -180,7 +180,7 @@ class StageContext:
         failures.note_failures(self.work, step, counts, self._run.failure_settings)
 
     def stopping(self) -> bool:
-        """Return whether the stage must save and end now, because of a signal or the time limit.
+        """Whether the stage must save and end now, because of a signal or the time limit.
 
         Raises ArtifactError if another process has taken the stage over.
         """
@@ -195,9 +195,9 @@ class StageContext:
         raise stopping.StageStopped(why)
 
     def wait(self, what: str, condition: Mapping[str, Any] = NOTHING) -> NoReturn:
-        """Raise StageWaiting: people are to do something first, and the same command goes on then.
+        """Raise StageWaiting: people must do something first; then the same command resumes the stage.
 
-        `condition` holds, as JSON values for other processes, the condition that the stage waits for.
+        `condition` is the condition that the stage waits for, as JSON values for other processes.
         """
         raise stopping.StageWaiting(f"{self.label} is waiting: {what}", condition)
 

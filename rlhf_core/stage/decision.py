@@ -80,7 +80,7 @@ class Target:
 def decide(
     store: ArtifactStore, spec: StageSpec, *, force: bool = False, strict: Strictness = Strictness()
 ) -> Decision:
-    """Return the decision of `execute` for the stage now, without executing it."""
+    """Predict the decision of `execute` for the stage, without executing it."""
     target = target_of(store, spec, strict=strict)
     if not force:
         record = fitting_record(store, spec, target.key)
@@ -93,7 +93,7 @@ def decide(
 
 
 def target_of(store: ArtifactStore, spec: StageSpec, *, strict: Strictness) -> Target:
-    """Return the current key of the spec.
+    """Compute the current key of the spec.
 
     `strict.code` adds the code of a stage that normally only warns to the key, `strict.env` the versions of the
     libraries that compute; a result made without these options, but by exactly this code and these versions, still
@@ -117,7 +117,7 @@ def target_of(store: ArtifactStore, spec: StageSpec, *, strict: Strictness) -> T
 
 
 def _fitting(store: ArtifactStore, spec: StageSpec, target: Target) -> Target:
-    """Return `target`; if its result does not fit, the one that an earlier version kept beside it as a numbered take."""
+    """The target with a fitting result: `target`, or a numbered take that an earlier version kept, else `target`."""
     take = target
     for number in count(2):
         if not unfit(spec, store.record(take.key)):
@@ -130,20 +130,20 @@ def _fitting(store: ArtifactStore, spec: StageSpec, target: Target) -> Target:
 
 
 def fitting_record(store: ArtifactStore, spec: StageSpec, key: str, lease: Lease | None = None) -> KeyRecord | None:
-    """Return the record of a key, unless answers failed in its result and the settings of `spec` for them are others."""
+    """The record of a key, unless answers failed in its result and the settings of `spec` for them have changed."""
     record = store.record(key, lease)
     return None if unfit(spec, record) else record
 
 
 def unfit(spec: StageSpec, record: KeyRecord | None) -> str:
-    """Return which answers failed in a result under other settings than those of `spec`, or an empty string."""
+    """Describe the answers that failed in a result under other settings than those in `spec`; "" if none did."""
     if record is None or not record.failures:
         return ""
     return failure_misfit(record.failures, failure_settings(spec.config), label=spec.label)
 
 
 def hit(target: Target, record: KeyRecord) -> Decision:
-    """Return the HIT on a record; its reason names failed answers and changed code or versions."""
+    """The HIT on a record; its reason names failed answers and changed code or versions."""
     reason = f"made {record.made} in {record.seconds:.1f} s"
     for path, failed in record.failures.items():
         reason += f"; {failed.share()} ({path})"
@@ -159,7 +159,7 @@ def hit(target: Target, record: KeyRecord) -> Decision:
 def decide_work(
     store: ArtifactStore, spec: StageSpec, target: Target, *, force: bool, lease: Lease | None = None
 ) -> Decision:
-    """Return RESUME or RUN for a key that has no usable record and no living owner."""
+    """Choose RESUME or RUN for a key that has no usable record and no living owner."""
     folder = store.attempts(target.key, lease)
     past = attempts.history(folder)
     if force and not _goes_on(past, target):
@@ -184,10 +184,10 @@ def decide_work(
 
 
 def starts_over(folder: attempts.AttemptFolder, target: Target, *, force: bool) -> bool:
-    """Return whether an attempt at the target's key ignores the work of earlier ones.
+    """Whether an attempt at the target's key ignores the work of earlier ones.
 
-    It does if `force` is set, or if the last attempt committed. A forced attempt that waits goes on, unless the code has
-    changed.
+    It does if `force` is set, or if the last attempt committed. A forced attempt that waits is resumed, unless the code
+    has changed.
     """
     past = attempts.history(folder)
     if force and not _goes_on(past, target):
@@ -196,12 +196,12 @@ def starts_over(folder: attempts.AttemptFolder, target: Target, *, force: bool) 
 
 
 def _goes_on(past: Sequence[attempts.Attempt], target: Target) -> bool:
-    """Return whether the command that forced the last attempt goes on with it: it has waited, and runs the same code."""
+    """Whether the command that forced the last attempt resumes it: it has waited, and runs the same code."""
     return _may_go_on(past) and not (past[-1].code and changed_modules(past[-1].code, target.code))
 
 
 def _may_go_on(past: Sequence[attempts.Attempt]) -> bool:
-    """Return whether the last attempt was forced and waits, or went on with one that did and has not committed."""
+    """Whether the last attempt was forced and waits, or resumed such an attempt and has not committed."""
     last = past[-1] if past else None
     return last is not None and last.forced and last.status != "committed" and (last.halted or last.continues)
 
@@ -209,8 +209,8 @@ def _may_go_on(past: Sequence[attempts.Attempt]) -> bool:
 def remember(store: ArtifactStore, spec: StageSpec, target: Target, *, is_hit: bool = False) -> None:
     """Save the stage's key, payload and code under its label, so that the next decision can name the changes.
 
-    A hit does not read a label again that this node has just noted. A disk that cannot be written is logged: only reasons
-    depend on it.
+    On a hit, a label that this node has just noted is not read again. A disk that cannot be written is only logged,
+    because only reasons depend on it.
     """
     table = {"label": spec.label, "key": target.key, "payload": target.payload, "code": target.code}
     noted = json.loads(json.dumps(table))
@@ -229,7 +229,7 @@ def _note(store: ArtifactStore, label: str, pipeline: str) -> _Note | None:
 
 
 def changed_modules(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
-    """Return the names of the modules that were changed, added or removed."""
+    """Names of the modules that were changed, added or removed."""
     return sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
 
 
@@ -256,7 +256,7 @@ def _why_run(store: ArtifactStore, spec: StageSpec, target: Target, past: list[a
 
 
 def _first(phrases: Sequence[str], count: int) -> str:
-    """Return the first phrases in one line, and how many are left out."""
+    """Join the first phrases in one line, with the number of those left out."""
     more = f" and {len(phrases) - count} more" if len(phrases) > count else ""
     return ", ".join(phrases[:count]) + more
 
@@ -324,7 +324,7 @@ def _shown(value: Any) -> str:
 
 
 def _short(value: Any) -> str:
-    """Return the first digits of a digest, or of each of several digests."""
+    """Abbreviate a digest, or each of several digests, to its first digits."""
     if isinstance(value, str):
         return value[:8]
     if isinstance(value, Mapping):

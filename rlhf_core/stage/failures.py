@@ -27,12 +27,12 @@ ONE_AGENT: Mapping[str, str] = {"": "agent"}
 
 
 def failure_settings(config: Any) -> dict[str, dict[str, Any]]:
-    """Return the settings that may make an answer fail, or that decide on the treatment of a failed answer."""
+    """Select the settings that may make an answer fail, or that decide on the treatment of a failed answer."""
     return {path: fields for path, fields in _marked(config, "") if fields}
 
 
 def failed_episodes(generations: Sequence[Generation], agents: Mapping[str, str]) -> Counts:
-    """Return how many of how many episodes failed, by the keys of the agents; `agents` has them by source (`AgentsBySource.agent_keys`)."""
+    """Count failed and all episodes by agent key; `agents` maps sources to keys (`AgentsBySource.agent_keys`)."""
     found: dict[str, tuple[int, int]] = {}
     for one in generations:
         if key := agents.get(one.prompt.source, agents[""]):
@@ -55,7 +55,7 @@ def note_failures(folder: Path, step: int, counts: Counts, settings: Settings) -
 
 
 def noted_failures(folder: Path, settings: Settings) -> dict[str, Failed]:
-    """Return the failures so far by path, with the present settings there; {} if there are none."""
+    """Load the failures so far by path, with the present settings there; {} if none are noted."""
     path = folder / FAILURES
     steps = {entry["step"]: entry["counts"] for entry in _entries(path)} if path.is_file() else {}
     failed, answers = Counter[str](), Counter[str]()
@@ -70,7 +70,7 @@ def noted_failures(folder: Path, settings: Settings) -> dict[str, Failed]:
 
 
 def failure_misfit(failures: Mapping[str, Failed], settings: Settings, *, label: str) -> str:
-    """Return why a result with `failures` does not count for `settings`, or "" if none failed under other settings."""
+    """The reason why a result with `failures` does not count for `settings`; "" if it counts."""
     for path, one in failures.items():
         changed = _changed(one.settings, settings.get(path, {}))
         if changed:
@@ -79,7 +79,7 @@ def failure_misfit(failures: Mapping[str, Failed], settings: Settings, *, label:
 
 
 def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    """Return the fields that differ, as `timeout_s = 5.0, now 60.0`."""
+    """List the fields that differ, as `timeout_s = 5.0, now 60.0`."""
     names = [name for name in new if name in old and canonical_json(old[name]) != canonical_json(new[name])]
     names += [name for name in (*old, *new) if (name in old) != (name in new)]
     return " and ".join(f"{name} = {_shown(old.get(name))}, now {_shown(new.get(name))}" for name in names)

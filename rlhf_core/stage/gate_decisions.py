@@ -56,7 +56,7 @@ class Question(Stored):
 
     @property
     def id(self) -> str:
-        """Return the name of its folder; the finding follows from the rest and is no part of it."""
+        """The name of its folder; the finding follows from the rest and is no part of it."""
         return sha256_text(canonical_json(self.model_dump(exclude={"found"})))
 
 
@@ -87,16 +87,16 @@ class GateRequest:
 
     @property
     def answer(self) -> GateAnswer | None:
-        """Return the last answer; None without a decision."""
+        """The last answer; None without a decision."""
         return self.answers[-1] if self.answers else None
 
     @property
     def asked(self) -> str:
-        """Return the time of the last request."""
+        """Time of the last request."""
         return self.askers[-1].asked
 
     def asked_in(self, run: str) -> bool:
-        """Return whether a run of this name, or a flow run of this id, waits for it."""
+        """Whether a run of this name, or a flow run of this id, waits for it."""
         return any(run in (one.run, *one.links.values()) for one in self.askers)
 
 
@@ -150,5 +150,5 @@ def _request(table: StoredTable) -> GateRequest | None:
 
 
 def now() -> str:
-    """Return the time in UTC to the second, in ISO 8601."""
+    """The time in UTC to the second, in ISO 8601."""
     return datetime.now(UTC).isoformat(timespec="seconds")

@@ -50,8 +50,8 @@ class StageSpec:
     one result. `inputs` become keyword arguments of the stage's `run`. `engines` holds the part of the runtime's
     configuration that changes results, {} for a stage without engines. `callables` are the user's functions,
     `module:function` or `file.py:function`; their code, and all user modules that it reaches, enter the key.
-    `pipeline` is the `name` of the profile, whose earlier stages explain a decision. Like the next three it does not enter
-    the key: `project` is that of the profile, `cpus` and `gpus` are what the stage holds, for the record.
+    `pipeline` is the `name` of the profile, whose earlier stages explain a decision. Like the next three it does not
+    enter the key: `project` is the profile's project, `cpus` and `gpus` are the resources of the stage, for the record.
 
     Raises ConfigError for an invalid `code`.
     """
@@ -91,14 +91,14 @@ class StageSpec:
 
 
 def user_functions(spec: StageSpec) -> dict[str, str]:
-    """Return the digest of each of the user's functions, including all user modules that it reaches."""
+    """Hash each of the user's functions, including all user modules that it reaches."""
     return {name: user_code_digest(name) for name in spec.callables}
 
 
 def key_payload(
     spec: StageSpec, *, strict_code: bool = False, functions: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Return the table whose canonical JSON is hashed to the key; `functions` gives their digests if already known.
+    """Build the table whose canonical JSON is hashed to the key; `functions` gives their digests if already known.
 
     It contains the digest of the stage's code if the stage's `code` is "strict" or `strict_code` is set, and the corrected
     faults that earlier results of this configuration may have.
@@ -122,9 +122,9 @@ def key_payload(
 
 
 def stage_code(spec: StageSpec) -> dict[str, str]:
-    """Digests of the modules of ours that a stage runs: those that its module imports, and those that its options name.
+    """Digests of the modules of ours that a stage runs: imports of its module, and modules that its options name.
 
-    Raises ConfigError if one of them is in a topic of `rlhf_contrib` that is not installed.
+    Raises ConfigError if a module is in a topic of `rlhf_contrib` that is not installed.
     """
     agents = spec.config.by_key.values() if isinstance(spec.config, AgentsBySource) else ()
     named = [AGENT_MODULES[agent.type] for agent in agents if agent.type in AGENT_MODULES]
@@ -149,12 +149,12 @@ def _modules_of(config: BaseModel) -> Iterator[str]:
 
 
 def payload_key(payload: Mapping[str, Any]) -> str:
-    """Return the key of a payload: 64 hexadecimal digits."""
+    """Hash a payload to its key: 64 hexadecimal digits."""
     return sha256_text(canonical_json(payload))
 
 
 def stage_module(spec: StageSpec) -> ModuleType:
-    """Return the imported module of the stage. Raises ConfigError if it has no `run`. Call it only to run the stage."""
+    """Import the module of the stage. Raises ConfigError if it has no `run`. Call it only to run the stage."""
     module = importlib.import_module(spec.module)
     if not hasattr(module, "run"):
         raise ConfigError("module", spec.module, "has no function `run`", "see docs/add_a_stage.md")
@@ -162,7 +162,7 @@ def stage_module(spec: StageSpec) -> ModuleType:
 
 
 def _with_code(config: dict[str, Any], digests: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the configuration with functions named by their digests, and the digests of functions it does not name.
+    """Replace functions in the configuration by their digests; also the digests of functions that it does not name.
 
     `my/file.py:reward` becomes `reward@<digest>`, so that the same file under another path is the same function.
     """
@@ -184,7 +184,7 @@ def _with_code(config: dict[str, Any], digests: Mapping[str, str]) -> tuple[dict
 
 
 def _as_written(engines: Any) -> Any:
-    """Return the table of engines with the names of files as the profile has them."""
+    """The table of engines with the names of files as the profile has them."""
     if isinstance(engines, dict):
         return {as_written(name): _as_written(value) for name, value in engines.items()}
     return engines

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 def find_hit(
     store: ArtifactStore, spec: StageSpec, *, strict: Strictness = Strictness()
 ) -> tuple[KeyRecord, Decision] | None:
-    """Return the record and the HIT of a stage whose artifact is in the store; None if the stage must run."""
+    """Look up the record and the HIT of a stage whose artifact is in the store; None if the stage must run."""
     return _take(store, spec, target_of(store, spec, strict=strict))
 
 
@@ -53,7 +53,7 @@ def execute(
     on_decision: Callable[[Decision], None] | None = None,
     tracking: Mapping[str, str] = NOTHING,
 ) -> tuple[ArtifactRef, Decision]:
-    """Return the handle of the stage's artifact and the decision that led to it.
+    """Run the stage unless its result exists: the handle of its artifact, and the decision that led to it.
 
     `on_decision` is called as soon as the decision is made, before anything is computed; without it the decision is
     logged. If another process computes the key, it gets ATTACH during the wait and, if that process fails, a second
@@ -153,7 +153,7 @@ def _begin(
 
 
 def _other_code(past: Sequence[Attempt], code: Mapping[str, str]) -> dict[str, str]:
-    """Return the digests that differ from `code` in the attempts since the last committed one."""
+    """Digests that differ from `code` in the attempts since the last committed one."""
     other: dict[str, str] = {}
     for item in past:
         changed = {name: digest for name, digest in item.code.items() if code.get(name) != digest}
@@ -199,7 +199,7 @@ _ONLY_MEASURED = {"compare_reward_models": "preferences", "condition": "prompts"
 
 
 def _record_inputs(spec: StageSpec, tracker: StageTracker) -> None:
-    """Record what the stage reads: models, answers without scores and reports as evaluation, and other data as training."""
+    """Record the stage's inputs: models, answers without scores and reports as evaluation, other data as training."""
     measured = _ONLY_MEASURED.get(spec.name)
     for name, ref in spec.named_refs():
         if isinstance(ref, ModelRef):
@@ -211,7 +211,9 @@ def _record_inputs(spec: StageSpec, tracker: StageTracker) -> None:
 
 
 def _call(store: ArtifactStore, run: RunningAttempt, context: StageContext) -> ArtifactRef:
-    """Return what the stage has committed; its error is raised when its last checkpoint is whole and the attempt has ended."""
+    """Run the stage and commit its result. An error is raised once its last checkpoint is whole and its attempt is
+    over.
+    """
     try:
         _record_inputs(run.spec, context.tracker)
         handle: ArtifactRef = stage_module(run.spec).run(run.spec.config, **run.spec.inputs, context=context)

@@ -38,15 +38,15 @@ class StageStopped(KeyboardInterrupt):
 
 
 class RunHalted(StageStopped):
-    """Raised to end a run in a state of its own, which pages show under the name `state`; finished work is kept."""
+    """Raised to end a run in a separate state, which pages show under the name `state`; finished work is kept."""
 
     state = "Halted"
 
 
 class StageWaiting(RunHalted):
-    """Raised by a stage that waits for people; the same command goes on when they are done.
+    """Raised by a stage that waits for people; the same command resumes it when they are done.
 
-    `condition` holds, as JSON values, what the stage waits for: see `rlhf_core.annotation.people.is_met`, or under
+    `condition` is the event to wait for, as JSON values: see `rlhf_core.annotation.people.is_met`, or under
     `question` a question to a person (`rlhf_core.stage.gate_decisions.Question`).
     """
 
@@ -64,13 +64,13 @@ class RunBlocked(RunHalted):
 
 
 class RunOverBudget(RunHalted):
-    """Raised when the budget of a run is spent; the same command goes on with a larger budget."""
+    """Raised when the budget of a run is spent; the same command resumes it with a larger budget."""
 
     state = "OverBudget"
 
 
 def grace_s() -> float:
-    """Return the grace period after the first signal, in seconds: `RLHF_GRACE_S`, else `GRACE_S`."""
+    """Grace period after the first signal, in seconds: `RLHF_GRACE_S`, else `GRACE_S`."""
     given = os.environ.get("RLHF_GRACE_S") or str(GRACE_S)
     try:
         seconds = float(given)
@@ -82,7 +82,7 @@ def grace_s() -> float:
 
 
 def reason() -> str:
-    """Return why the stage must save and end now, or "" if it may continue."""
+    """The reason why the stage must save and end now, or "" if it may continue."""
     if _asked.is_set():
         return _reason
     now = time.time()
@@ -90,15 +90,15 @@ def reason() -> str:
 
 
 def goes_on(error: BaseException) -> bool:
-    """Return whether a stage that has ended so is to go on: it waits, or its time or budget was spent.
+    """Whether a stage that has ended with `error` is to be resumed: it waits, or its time or budget was spent.
 
-    Not after a signal: whoever sent it may have thought better of it.
+    Not after a signal, because its sender may not want the stage to continue.
     """
     return isinstance(error, StageStopped) and not _asked.is_set()
 
 
 def ask(why: str) -> None:
-    """Request the running stage, and all after it, to save and end."""
+    """Request that the running stage, and all stages after it, save and end."""
     global _reason
     _reason = why
     _asked.set()
@@ -127,7 +127,7 @@ def deadline(seconds: float, why: str) -> Iterator[None]:
 
 
 def terminations() -> tuple[signal.Signals, ...]:
-    """Return the signals that end a process: SIGTERM, and SIGHUP unless it is ignored, as under nohup.
+    """Signals that end a process: SIGTERM, and SIGHUP unless it is ignored, as under nohup.
 
     SIGHUP comes when the terminal, or the connection to it, has gone.
     """
@@ -136,7 +136,7 @@ def terminations() -> tuple[signal.Signals, ...]:
 
 
 def leave_lost_terminal() -> None:
-    """Send the output to nowhere if its terminal has gone: each write would be an error, which would end the stage."""
+    """Redirect the output to nowhere if its terminal is gone; otherwise the next write would end the stage."""
     for number in _TERMINALS:
         if not os.isatty(number):
             os.dup2(os.open(os.devnull, os.O_WRONLY), number)
@@ -153,7 +153,7 @@ def on_signals() -> Iterator[None]:
 
     A SIGHUP is never the second: it is not repeated by users, but systemd sends one after its SIGTERM, and a shell may send another.
     The previous handler gets the signal in the end: after the stage has saved, or at once for the second signal. If
-    SIGHUP has no handler, that of SIGTERM gets it.
+    SIGHUP has no handler, the handler of SIGTERM gets it.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

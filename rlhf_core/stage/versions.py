@@ -29,20 +29,20 @@ _ONLY_SHOWN = ("prefect", "mlflow")
 
 @lru_cache(maxsize=1)
 def environment() -> dict[str, str]:
-    """Return the versions of Python and of the libraries, the platform and the git commit."""
+    """Versions of Python and of the libraries, the platform and the git commit."""
     return versions() | _installed(_ONLY_SHOWN) | {"platform": platform.platform()} | _git()
 
 
 @lru_cache(maxsize=1)
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the libraries that compute; only `--strict-env` puts them into the key."""
+    """Versions of Python and of the libraries that compute; only `--strict-env` puts them into the key."""
     return {"python": platform.python_version()} | _installed(_COMPUTING)
 
 
 def other_versions(then: Mapping[str, str], now: Mapping[str, str] | None = None) -> list[str]:
-    """Return a phrase for each version in `then` that is different now.
+    """Describe in a phrase each version in `then` that is different now.
 
-    Packages that one of the two lacks are ignored: a base install, which only plans, has none.
+    Packages missing on either side are ignored: a base install, which only plans, has none.
 
     >>> other_versions({"torch": "2.8", "peft": "0.17", "platform": "Linux"}, {"torch": "2.9", "numpy": "2.0"})
     ['torch: 2.8 -> 2.9']
@@ -53,7 +53,7 @@ def other_versions(then: Mapping[str, str], now: Mapping[str, str] | None = None
 
 
 def _installed(packages: Iterable[str]) -> dict[str, str]:
-    """Return the versions of those packages that are installed."""
+    """Versions of the given packages that are installed."""
     found = {}
     for package in packages:
         with suppress(importlib.metadata.PackageNotFoundError):

@@ -1,4 +1,4 @@
-"""The address of a bucket: S3 and servers that speak its language, Google Cloud Storage, Azure, through `obstore`.
+"""The address of a bucket: S3 and compatible servers, Google Cloud Storage, Azure, through `obstore`.
 
 Credentials, region and endpoint come from the environment or the machine's role, under the names of the providers' own tools
 (docs/cluster.md).
@@ -74,7 +74,7 @@ def check_address(uri: str) -> None:
 
 
 def open_bucket(uri: str, *, is_first: bool = False) -> Any:
-    """Return the client of the bucket that `s3://bucket/folder`, `gs://` or `az://` names. Raises ConfigError without obstore.
+    """Open the client of the bucket `s3://bucket/folder`, `gs://` or `az://`. Raises ConfigError without obstore.
 
     Raises it without credentials, too. If `is_first`, a request that fails is repeated for seconds instead of minutes.
     """
@@ -108,7 +108,7 @@ def open_bucket(uri: str, *, is_first: bool = False) -> Any:
 
 
 def _check_credentials(uri: str) -> None:
-    """Raise ConfigError if neither the environment nor the machine's role has credentials; clients search for minutes."""
+    """Raise ConfigError if no credentials are in the environment or the machine's role; clients search for minutes."""
     pattern, variable = _CREDENTIALS[uri.partition("://")[0]]
     if any(re.fullmatch(pattern, name) for name in os.environ):
         return
@@ -123,7 +123,7 @@ def _check_credentials(uri: str) -> None:
 
 @cache
 def _find_roles(address: tuple[str, int]) -> None:
-    """Connect to the server of roles, once in a process; a failure is not remembered."""
+    """Connect to the metadata server of roles, once per process; a failure is not cached."""
     socket.create_connection(address, _ROLES_TIMEOUT_S).close()
 
 

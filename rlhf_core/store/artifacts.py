@@ -280,7 +280,7 @@ class ArtifactStore:
         return collection.verify(self.shared, set_aside=set_aside)
 
     def share(self, group: str) -> None:
-        """Give the store to a Unix group, after a check that its members can reach it."""
+        """Share the store with a Unix group, after a check that its members can reach it."""
         if not self.shared.folder_is_shared:
             raise ConfigError("store", self.shared.uri, "is a bucket", "give people access to it where it is served")
         reaching(self.root, group)  # before a folder is made
@@ -367,12 +367,12 @@ def _label(label: str, pipeline: str) -> str:
 
 
 def object_digest(handle: ArtifactRef) -> str:
-    """Return the digest of the object that a `store://` handle lies in."""
+    """The digest of the object that contains a `store://` handle."""
     return object_of(handle.uri)
 
 
 def _seal(out: Path) -> dict[str, FileEntry]:
-    """Return the hashed files of `out`, all of them on the disk."""
+    """Hash the files of `out`, and wait until all of them are on the disk."""
     if (out / MANIFEST).exists():
         raise ArtifactError("artifact", MANIFEST, "is a name that the store reserves", "use another name")
     links = [path for path in list_files(out) if (out / path).is_symlink()]
@@ -405,7 +405,7 @@ def _handle(
 
 
 def _identity(status: os.stat_result) -> list[int]:
-    """Return values that change when a file is replaced or written to, even if its modification time stays.
+    """Values that change when a file is replaced or written to, even if its modification time stays.
 
     They are inode, size in bytes, times of modification and of change in nanoseconds, and device.
     """

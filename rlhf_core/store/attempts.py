@@ -42,8 +42,8 @@ Status = Literal["running", "failed", "interrupted", "committed"]
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One attempt at a key. `status` stays `running` if the process is killed; `failure` is the class and text of the error,
-    or what stopped it.
+    """One attempt at a key. `status` stays `running` if the process is killed; `failure` is the class and text of the
+    error, or the reason why it was stopped.
 
     `code` holds the digest of each module of the stage as the attempt ran it; it is empty in files of older versions.
     """
@@ -60,11 +60,11 @@ class Attempt:
     forced: bool = False
     """Whether it was to replace a result, or to start over."""
     halted: bool = False
-    """Whether it has saved its work and waits for people, time or money: the same command goes on with it."""
+    """Whether it has saved its work and waits for people, time or money: the same command resumes it."""
     inputs: Sequence[str] = ()
     """Uris of its inputs; empty in files of older versions."""
     continues: bool = False
-    """Whether it goes on with a forced attempt that has halted: if it is killed, so does the next one."""
+    """Whether it resumes a forced attempt that has halted: if it is killed, the next one does so too."""
 
 
 _ATTEMPTS = TypeAdapter(list[Attempt])  # unknown fields of other versions are ignored
@@ -84,7 +84,7 @@ class AttemptFolder:
 
 
 def history(folder: AttemptFolder) -> list[Attempt]:
-    """Return the attempts recorded in `folder` (attempts/<key>), oldest first."""
+    """Load the attempts recorded in `folder` (attempts/<key>), oldest first."""
     return _read(folder)[1]
 
 
@@ -119,7 +119,7 @@ def begin(
     )
     left = [folder.path / f"out-{number}" for number in _numbered(folder, "out")]
     earlier = latest_work(folder) if work_numbers(folder) else None
-    _write(folder, label, [*past, attempt])  # fenced: what is moved below was chosen while the lease was ours
+    _write(folder, label, [*past, attempt])  # fenced: the folders moved below were chosen while the lease was ours
     for out in left:
         _remove_output(out)
     if earlier is not None:
@@ -142,13 +142,13 @@ def end(
     """Record how the attempt ended and remove its output folder, if it still exists."""
     _remove_output(output(folder, attempt))
     past = {item.number: item for item in history(folder)}
-    ended = past.pop(attempt.number, attempt)  # as it is recorded, because another process may have marked it
+    ended = past.pop(attempt.number, attempt)  # as recorded, because another process may have marked it
     ended = replace(ended, status=status, failure=failure, seconds=round(seconds, 3), halted=halted)
     _write(folder, label, [*past.values(), ended])
 
 
 def _remove_output(out: Path) -> None:
-    """Remove an output folder. A process that was taken over may be moving it into the store now: one of them has all of it."""
+    """Remove an output folder. A process that was taken over may be moving it now: only one gets all of it."""
     gone = temporary_for(out)
     with suppress(FileNotFoundError):
         out.rename(gone)
@@ -170,27 +170,27 @@ def abandon(folder: AttemptFolder, *, committed: bool) -> tuple[str, Attempt] | 
 
 
 def output(folder: AttemptFolder, attempt: Attempt) -> Path:
-    """Return the folder into which the attempt writes its artifact."""
+    """The folder into which the attempt writes its artifact."""
     return folder.path / f"out-{attempt.number}"
 
 
 def work(folder: AttemptFolder, attempt: Attempt) -> Path:
-    """Return the folder of reusable work: checkpoints, shards, metrics, failures, logs."""
+    """The folder of reusable work: checkpoints, shards, metrics, failures, logs."""
     return folder.path / f"work-{attempt.number}"
 
 
 def latest_work(folder: AttemptFolder) -> Path:
-    """Return the work folder of the last attempt; it may not exist."""
+    """The work folder of the last attempt; it may not exist."""
     return folder.path / f"work-{max(work_numbers(folder), default=0)}"
 
 
 def checkpoints(folder: AttemptFolder) -> Path:
-    """Return the folder of the last attempt's checkpoints; it may not exist."""
+    """The folder of the last attempt's checkpoints; it may not exist."""
     return latest_work(folder) / CHECKPOINTS
 
 
 def metrics(folder: AttemptFolder) -> Path:
-    """Return the metrics file of all attempts that resumed from one another; it may not exist.
+    """The metrics file of all attempts that resumed from one another; it may not exist.
 
     If a later attempt on another node has stored it in the bucket, it is fetched from there.
     """
@@ -212,7 +212,7 @@ def stored_metrics(folder: AttemptFolder, number: int) -> dict[str, Any]:
 
 
 def unfinished_work(folder: AttemptFolder) -> list[str]:
-    """Return the names of the files besides checkpoints (shards, tables) from which a stage can resume."""
+    """Names of the files besides checkpoints (shards, tables) from which a stage can resume."""
     return _unfinished(latest_work(folder))
 
 
@@ -247,7 +247,7 @@ def drop_replaced(folder: AttemptFolder) -> None:
 
 
 def is_resumable(folder: AttemptFolder, finished: int) -> bool:
-    """Return whether work goes on beyond attempt `finished`, which left a result: it is to replace one that misfits."""
+    """Whether work continues beyond attempt `finished`, whose result misfits and is to be replaced."""
     past = history(folder)
     return bool(past) and past[-1].number > finished and past[-1].status != "committed" and not past[-1].forced
 
@@ -263,7 +263,7 @@ def give_way(folder: AttemptFolder, attempt: Attempt) -> None:
 
 
 def work_numbers(folder: AttemptFolder) -> list[int]:
-    """Return the numbers of the attempts that have a work folder."""
+    """Numbers of the attempts that have a work folder."""
     return _numbered(folder, "work")
 
 

@@ -1,4 +1,4 @@
-"""Who did what in a store, and when: one table per deed, `audit/<time>-<random>`, never changed or removed.
+"""Log of people's actions in a store: one table per deed, `audit/<time>-<random>`, never changed or removed.
 
 Pins, their removal and collections of garbage are written here. Decisions at gates are kept with their question, and moves
 of a champion in the registry, with the same facts; `rlhf audit` shows all of them.
@@ -13,7 +13,7 @@ from rlhf_core.store.typed_json import Stored, stored_in
 
 
 class Deed(Stored):
-    """What a person did. `at` is the time in ISO 8601 in UTC."""
+    """An action of a person. `at` is the time in ISO 8601 in UTC."""
 
     at: str
     by: str
@@ -33,5 +33,5 @@ def note(store: Store, did: str, to: str, why: str = "") -> None:
 
 
 def deeds(store: Store) -> list[Deed]:
-    """What people did in a store, decisions at gates not included."""
+    """Actions of people in a store, without decisions at gates."""
     return [deed for table in store.tables("audit/") if (deed := stored_in(table, Deed)) is not None]

@@ -1,4 +1,4 @@
-"""A store in a bucket. The bucket is the truth; this node's folder is a cache, verified whenever it is read.
+"""A store in a bucket. The bucket is the source of truth; this node's folder is a cache, verified whenever it is read.
 
     tables/<name>                       a table (lease, attempts and record of a key; pins, gates, labels, ...)
     objects/<digest>                    a table: the files of an object, and the generation that they lie in
@@ -132,7 +132,7 @@ class BucketStore:
         return written
 
     def remove(self, name: str, expected: str) -> None:
-        """One PUT of a value that stands for no table."""
+        """One PUT of a value that marks the table as removed."""
         self._write(name, _REMOVED, expected)
 
     def tables(self, prefix: str, *, damaged: list[DamagedTable] | None = None) -> Iterator[StoredTable]:
@@ -140,7 +140,7 @@ class BucketStore:
         yield from filter(_existing, self._tables(prefix, damaged))
 
     def set_table_aside(self, name: str) -> None:
-        """Copy the damaged bytes to `quarantine/`, and let the name be free."""
+        """Copy the damaged bytes to `quarantine/`, and free the name."""
         raw, version, _ = self._again(lambda: self.server.get(_place(name)))
         if unpack(raw) is None:
             self.server.put(f"quarantine/{name}.{secrets.token_hex(4)}", raw, None)
@@ -167,7 +167,7 @@ class BucketStore:
     # ---------------------------------------------------------------- objects
 
     def add(self, digest: str, folder: Path, files: Files) -> None:
-        """Upload the files under a new generation, and let it be the live one.
+        """Upload the files under a new generation, and make it the live one.
 
         An object that is already stored costs one GET. The mark of a collection is cleared, so the object outlives it.
         """
@@ -316,7 +316,7 @@ class BucketStore:
         return found
 
     def _keep(self, digest: str) -> None:
-        """Clear the mark of a collection, so that no later one deletes the object. Raises Gone if one has."""
+        """Clear the mark of a collection, so that no later one deletes the object. Raises Gone if it is deleted."""
         while True:
             found = self._live(digest)
             if not found.value["condemned"]:
@@ -463,7 +463,7 @@ class BucketStore:
             self._listed, self._unreadable, self._listed_at, self._looked_at = kept, unreadable, began, {}
 
     def _note(self, name: str, table: StoredTable | None) -> None:
-        """Let the last listing, and those in progress, have this table."""
+        """Add this table to the last listing, and to listings in progress."""
         with self._threads:
             for newer in self._listings:
                 newer[name] = table
@@ -474,7 +474,7 @@ class BucketStore:
                 self._listed[name] = table
 
     def _get(self, name: str) -> tuple[bytes, StoredTable] | None:
-        """The bytes and the table of this name. Raises Damaged if they do not arrive as they were written."""
+        """The bytes and the table of this name. Raises Damaged if they differ from the written ones."""
         for _ in range(TRIES):
             try:
                 raw, version, written = self._again(lambda: self.server.get(_place(name)))
@@ -492,7 +492,7 @@ class BucketStore:
         while True:
             try:
                 version = self.server.put(_place(name), raw, expected)
-                # Its time is that of the server, which the response lacks: just now.
+                # Its time is the server's time, which the response lacks: just now.
                 table = StoredTable(name, dict(value), version, math.inf)
                 self._note(name, table)
                 return table

@@ -1,4 +1,4 @@
-"""The requests of a bucket store through `obstore`: S3 and servers that speak its language, Google Cloud Storage, Azure."""
+"""The requests of a bucket store through `obstore`: S3 and compatible servers, Google Cloud Storage, Azure."""
 
 import json
 import secrets
@@ -29,7 +29,7 @@ PROBES = (
 
 
 class AccessRefused(ArtifactError):
-    """The server does not let this user do it; the same request would fail again."""
+    """The server denies this user the request; a retry would fail again."""
 
 
 class ObstoreServer:
@@ -40,7 +40,7 @@ class ObstoreServer:
         self.uri, self._client, self._prefix = uri, open_bucket(uri, is_first=is_first), prefix
 
     def get(self, name: str) -> tuple[bytes, str, float]:
-        """GET."""
+        """Fetch an object by GET."""
         with self._answering():
             got = self._client.get(self._prefix + name)
             return bytes(got.bytes()), _version(got.meta), got.meta["last_modified"].timestamp()
@@ -70,7 +70,7 @@ class ObstoreServer:
                 raise Unreachable(explain("store", name, f"does not have {size} bytes after its upload", "try again"))
 
     def download(self, name: str, path: Path) -> None:
-        """GET into a file, in chunks."""
+        """Fetch an object into a file by GET, in chunks."""
         with self._answering(), path.open("wb") as out:
             for chunk in self._client.get(self._prefix + name).stream(min_chunk_size=8 << 20):
                 out.write(chunk)
@@ -146,7 +146,7 @@ def probe(uri: str) -> None:
 
 
 def _failed_probe(server: ObstoreServer, name: str) -> str:
-    """Try four conditional puts; the first promise that the server does not keep, or ""."""
+    """Try four conditional puts; describes the first failed condition, or returns ""."""
     one, two, three, four = (pack({"n": number}) for number in range(1, 5))
     _is_done(server, name, one, None)
     if _is_done(server, name, two, None):
@@ -160,7 +160,7 @@ def _failed_probe(server: ObstoreServer, name: str) -> str:
 
 
 def _is_done(server: ObstoreServer, name: str, content: bytes, expected: str | None) -> bool:
-    """True if the server carries out a put on this condition. If the response is lost, the client asks again in vain."""
+    """True if the server executes a put with this condition, even if the response to a first try was lost."""
     try:
         server.put(name, content, expected)
     except Conflict:

@@ -29,7 +29,7 @@ KEEP_DAYS_WHILE_RUNNING = 7.0
 
 
 def check_days(keep_days: float) -> None:
-    """Raise ArtifactError if results cannot be kept for so many days; NaN is less than nothing."""
+    """Raise ArtifactError if `keep_days` is negative or NaN."""
     if not keep_days >= 0:
         raise ArtifactError("keep_days", keep_days, "must be 0 or more", "to keep everything, do not run gc")
 
@@ -48,7 +48,7 @@ def note_use(store: Store, found: StoredTable | None) -> bool:
 
 
 def _used(value: dict[str, Any]) -> dict[str, Any]:
-    """The same value: writing it makes the table young. Raises Gone if a collection was faster."""
+    """An unchanged value: writing it resets the table's age. Raises Gone if a collection was faster."""
     if not value.get("record"):
         raise Gone("a collection has removed the record")
     return value
@@ -128,7 +128,7 @@ def collect(store: Store, *, keep_days: float = KEEP_DAYS, dry_run: bool = False
 
 @dataclass(frozen=True, slots=True)
 class _Collection:
-    """One collection: what it has listed, and its horizon by the clock of the store."""
+    """One collection: its listing, and its horizon by the clock of the store."""
 
     store: Store
     tables: dict[str, StoredTable]
@@ -268,7 +268,7 @@ def _names(key: str, table: StoredTable) -> set[str]:
 
 
 def _references(table: StoredTable) -> Iterable[str]:
-    """Digests that a table leads to: objects and inputs of its record, and of one that was set aside."""
+    """Digests that a table leads to: objects and inputs of its record, and of a record that was set aside."""
     aside = table.value.get("aside") or {}
     for record in filter(None, (table.value.get("record"), aside.get("record"))):
         yield from (record["object"], *record["inputs"])

@@ -74,17 +74,17 @@ class DiskStore:
         return StoredTable(name, value, raw[:64].decode(), written)
 
     def recent(self, name: str) -> StoredTable | None:
-        """Reading a file costs little."""
+        """The same as `read`, because reading a file is cheap."""
         return self.read(name)
 
     def snapshot(self, *, within_s: float = 0.0) -> AbstractContextManager[None]:
-        """Reading a file costs little."""
+        """No listing is needed, because reading a file is cheap."""
         return nullcontext()
 
     def write(
         self, name: str, value: Mapping[str, Any], expected: str | None, *, refers: Collection[str] = ()
     ) -> StoredTable:
-        """Replace a file under the lock, after a look at the objects that it refers to."""
+        """Replace a file under the lock, after checking the objects that it refers to."""
         with self._lock():
             self._expect(name, expected)
             for digest in refers:
@@ -167,7 +167,7 @@ class DiskStore:
         make_read_only(target)
 
     def settle(self, digest: str, folder: Path, files: Files) -> None:
-        """The folder was moved into the store, unless that had the object."""
+        """Nothing is left to do: `add` moved the folder into the store, unless the object was there."""
 
     def fetch(self, digest: str) -> Path:
         """The folder of the object itself. Only files that were written to since the last good check are hashed."""
@@ -186,7 +186,7 @@ class DiskStore:
         """A deep check that finds nothing sets the time of the last good check."""
         began = time.time()
         damage = self._damage(digest, deep=deep)
-        if deep and not damage:  # the time of the manifest is that of the last good check
+        if deep and not damage:  # the time of the manifest is the time of the last good check
             with suppress(OSError):  # this user may not write to the store
                 os.utime(self._object(digest) / MANIFEST, (began, began))
         return damage
@@ -198,7 +198,7 @@ class DiskStore:
                 move_aside(self._object(digest), self.folder / "quarantine")
 
     def restore(self, digest: str) -> None:
-        """Move the folder that came last into quarantine back."""
+        """Move the most recently quarantined folder back."""
         with self._lock():
             aside = sorted((self.folder / "quarantine").glob(f"{digest}.*"), key=lambda path: path.stat().st_mtime)
             if aside and not self._object(digest).exists():
@@ -206,7 +206,7 @@ class DiskStore:
                 move(aside[-1], self._object(digest))
 
     def delete_aside(self, before: float, *, dry_run: bool) -> Iterator[StoredObject]:
-        """Files and folders in quarantine."""
+        """Delete files and folders in quarantine."""
         for path in sorted((self.folder / "quarantine").glob("*")):
             since = path.stat().st_mtime
             if since < before:
@@ -320,7 +320,7 @@ def _replace(path: Path, raw: bytes, *, is_new: bool) -> None:
 
 
 def _link(temporary: Path, path: Path) -> None:
-    """Give a new file its name by a link, or by renaming it on a disk without links."""
+    """Name a new file by a link, or by renaming it on a disk without links."""
     try:
         os.link(temporary, path)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Stores with schema 1, in which records, histories, gates and pins were files of their own. They are read where they lie.
+"""Stores with schema 1, in which records, histories, gates and pins were separate files. They are read in place.
 
 A table replaces such a file when it is first written. Objects on a disk have the same place in both schemas. In a bucket, the
 files of an object are copied to the new place when a write refers to the object.
@@ -101,7 +101,7 @@ class EarlierBucketStore(BucketStore):
         return dict.fromkeys(self._earlier_names(prefix), _EARLIER) | super().versions(prefix)
 
     def problem(self, digest: str, *, deep: bool = False) -> str:
-        """An object that lies at the earlier place has no problem."""
+        """The damage of an object, "" for an object that lies at the earlier place."""
         said = super().problem(digest, deep=deep)
         return "" if said and f"objects/{digest}.json" in self._earlier_times() else said
 
@@ -195,7 +195,7 @@ class EarlierBucketStore(BucketStore):
 
 
 def _table(name: str, read: Callable[[str], File | None], children: Callable[[str], list[str]]) -> StoredTable | None:
-    """The table that the files with schema 1 amount to; None without any."""
+    """Build the table that corresponds to the files with schema 1; None without any."""
     kind, _, rest = name.partition("/")
     if kind == "keys":
         value, written = _key(rest, read)
@@ -224,7 +224,7 @@ def stored_record(facts: Mapping[str, Any]) -> dict[str, Any]:
     try:
         digest = object_of(facts["handle"]["fields"]["uri"])
         inputs = sorted({object_of(uri) for uri in facts["inputs"] if uri.startswith("store://")})
-    except (KeyError, TypeError, AttributeError):  # damaged; whoever parses the facts reports it
+    except (KeyError, TypeError, AttributeError):  # damaged; the parser of the facts reports it
         digest, inputs = "", []
     return {"object": digest, "inputs": inputs, "facts": dict(facts)}
 

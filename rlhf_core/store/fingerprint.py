@@ -1,4 +1,4 @@
-"""Compute digests of values, files and folders."""
+"""Hash values, files and folders."""
 
 import hashlib
 import json
@@ -32,7 +32,7 @@ class FileEntry:
 
 
 def canonical_json(value: Any) -> str:
-    """Return the canonical JSON text of `value`: keys sorted, no spaces, floats by `repr`, tuples as lists.
+    """Serialize `value` as canonical JSON: keys sorted, no spaces, floats by `repr`, tuples as lists.
 
     Raises ConfigError, naming the place in `value`, for values without a stable text: callables, sets, paths,
     objects, NaN and infinity.
@@ -44,7 +44,7 @@ def canonical_json(value: Any) -> str:
 
 
 def sha256_text(text: str) -> str:
-    """Return the sha256 of `text` in UTF-8 as 64 hexadecimal digits."""
+    """Hash `text` in UTF-8 with sha256, as 64 hexadecimal digits."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -77,13 +77,13 @@ def _name(key: Any, where: str) -> str:
 
 
 def hash_file(path: Path) -> str:
-    """Return the sha256 of the file's content as 64 hexadecimal digits."""
+    """Hash the file's content with sha256, as 64 hexadecimal digits."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def list_files(folder: Path) -> tuple[str, ...]:
-    """Return the sorted posix paths, relative to `folder`, of all files below it; empty folders do not count.
+    """List the sorted posix paths, relative to `folder`, of all files below it; empty folders do not count.
 
     Links are followed. Raises ArtifactError for a link to a folder that contains it, because it would never end.
     """
@@ -103,12 +103,12 @@ def list_files(folder: Path) -> tuple[str, ...]:
 
 
 def hash_tree(folder: Path) -> dict[str, FileEntry]:
-    """Return size and sha256 of every file below `folder` by relative posix path; files are hashed in threads."""
+    """Size and sha256 of every file below `folder` by relative posix path; files are hashed in threads."""
     return hash_files(folder, list_files(folder))
 
 
 def regular_status(path: Path) -> os.stat_result:
-    """Return the status of a file. Raises ArtifactError for what is none, such as a pipe, which may never end."""
+    """Read the status of a file. Raises ArtifactError if it is not regular, such as a pipe, which may never end."""
     try:
         status = path.stat()
     except OSError as error:
@@ -121,7 +121,7 @@ def regular_status(path: Path) -> os.stat_result:
 
 
 def hash_files(folder: Path, paths: Iterable[str]) -> dict[str, FileEntry]:
-    """Return size and sha256 of the given relative `paths` below `folder`, by path."""
+    """Size and sha256 of the given relative `paths` below `folder`, by path."""
 
     ordered = sorted(paths)
     sizes = {path: regular_status(folder / path).st_size for path in ordered}
@@ -134,7 +134,7 @@ def hash_files(folder: Path, paths: Iterable[str]) -> dict[str, FileEntry]:
 
 
 def tree_digest(files: Mapping[str, FileEntry], under: str = "") -> str:
-    """Return the sha256 over names and contents of the files below the folder `under`, without the folder's own name.
+    """Hash names and contents of the files below the folder `under` with sha256, without the folder's own name.
 
     A folder inside an object has the same digest as the same folder alone, so a stage that reads only that folder
     does not run again when its neighbors change.

@@ -35,7 +35,7 @@ RECORDS = "records.json"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The listed fields of a key record. `digest` is the artifact's, `object` is that of the object that holds it."""
+    """Listed fields of a key record. `digest` is the artifact's, `object` the digest of the object that holds it."""
 
     key: str
     label: str
@@ -61,7 +61,7 @@ class SetAside:
 
 
 def rows(store: Store, layout: StoreLayout) -> tuple[list[Row], list[str], list[SetAside]]:
-    """The rows of all key records, oldest first; which records cannot be read, and those that were set aside."""
+    """The rows of all key records, oldest first; which records cannot be read, and records that were set aside."""
     known = load_entries(layout.index / RECORDS)
     unreadable: list[str] = []
     aside: list[SetAside] = []
@@ -142,7 +142,7 @@ def load_entries(file: Path) -> dict[str, list[Any]]:
 
 
 def save_entries(file: Path, entries: Mapping[str, list[Any]]) -> None:
-    """Replace an index file. A user who may not write there goes without."""
+    """Replace an index file. Without write permission it is skipped."""
     content = json.dumps(entries)
     try:
         write_text(file, f"{_heading(content)}\n{content}", durable=False)
@@ -151,7 +151,7 @@ def save_entries(file: Path, entries: Mapping[str, list[Any]]) -> None:
 
 
 def _heading(content: str) -> str:
-    """Return the first line of an index file: the code that wrote it, and the digest of the rest."""
+    """First line of an index file: the code that wrote it, and the digest of the rest."""
     return f"{_maker()} {sha256_text(content)}"
 
 

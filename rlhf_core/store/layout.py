@@ -45,11 +45,11 @@ class StoreLayout:
     root: Path
 
     def object(self, digest: str) -> Path:
-        """Return the folder of an immutable object."""
+        """The folder of an immutable object."""
         return self.objects / digest[:2] / digest
 
     def attempt(self, key: str) -> Path:
-        """Return the folder of the attempts at a key: checkpoints, unfinished output, metrics."""
+        """The folder of the attempts at a key: checkpoints, unfinished output, metrics."""
         return self.attempts / key
 
     @property
@@ -62,12 +62,12 @@ class StoreLayout:
 
     @property
     def index(self) -> Path:
-        """Return the folder of the cache that is derived from the rest of the store and may be deleted at any time."""
+        """The folder of the cache that is derived from the rest of the store and may be deleted at any time."""
         return self.root / "index"
 
 
 def is_inside(name: str) -> bool:
-    """Return whether a name in a manifest is a valid path of a file inside its folder."""
+    """Whether a name in a manifest is a valid path of a file inside its folder."""
     parts = name.split("/")
     return (
         "\0" not in name
@@ -86,7 +86,7 @@ def _has_utf8(name: str) -> bool:
 
 
 def object_of(uri: str) -> str:
-    """Return the digest of the object that a `store://` uri belongs to; a digest or a key is returned as it is."""
+    """Digest of the object that a `store://` uri belongs to; a digest or a key is returned unchanged."""
     return uri.removeprefix("store://").partition("/")[0]
 
 
@@ -146,7 +146,7 @@ def write_text(path: Path, text: str, *, durable: bool) -> None:
 def write_bytes(
     path: Path, content: bytes, *, durable: bool, put: Callable[[Path, Path], object] = Path.replace
 ) -> None:
-    """Write a file beside `path`, to which `put` gives the name, atomically; `durable` waits until it is on disk."""
+    """Write a file next to `path`, which `put` renames, atomically; `durable` waits until it is on disk."""
     if durable:
         make_folder(path.parent)
     else:
@@ -167,7 +167,7 @@ def write_bytes(
 
 
 def temporary_for(path: Path) -> Path:
-    """Return a name beside `path`, which `sweep_temporaries` removes after this process was killed."""
+    """Choose a name next to `path`, which `sweep_temporaries` removes after this process was killed."""
     return path.with_name(f".{path.name}.{_place()}-{os.getpid()}-{secrets.token_hex(3)}")
 
 
@@ -208,10 +208,10 @@ def make_folder(folder: Path) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the table in a JSON file; None if the file does not exist or does not hold a table.
+    """Load the table in a JSON file; None if the file does not exist or does not hold a table.
 
-    Other read errors (an unreachable network drive, no permission) are independent of the content and are raised. Raises
-    ArtifactError for what is no regular file.
+    Other read errors (an unreachable network drive, no permission) are independent of the content and are raised.
+    Raises ArtifactError if it is no regular file.
     """
     try:
         value = json.loads(read_regular(path))
@@ -227,7 +227,7 @@ class NotRegular(OSError):
 
 
 def read_regular(path: Path) -> str:
-    """Return the text of a regular file in UTF-8. Raises NotRegular for other files, which may never end."""
+    """Read the text of a regular file in UTF-8. Raises NotRegular for other files, which may never end."""
     try:
         mode = path.stat().st_mode
     except OSError as error:
@@ -272,7 +272,7 @@ def make_read_only(folder: Path) -> None:
 def remove_tree(folder: Path) -> None:
     """Remove a file or a folder, even a read-only one; it may not exist.
 
-    Raises ArtifactError for what is left because this user may not remove it.
+    Raises ArtifactError for files that this user may not remove.
     """
     if not folder.is_dir():
         folder.unlink(missing_ok=True)
@@ -284,7 +284,7 @@ def remove_tree(folder: Path) -> None:
         if folder.exists():
             with suppress(FileNotFoundError):  # another process is removing it, too
                 shutil.rmtree(folder)
-    except PermissionError as error:  # in a shared store, what another user made for themselves alone
+    except PermissionError as error:  # in a shared store, files that only another user may remove
         rule = f"{error.filename} in it cannot be removed ({error.strerror})"
         raise ArtifactError("folder", str(folder), rule, "let its owner or root remove the folder") from error
 
@@ -333,7 +333,7 @@ def move_aside(path: Path, quarantine: Path) -> Path | None:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Return the number of bytes in the files below `folder`."""
+    """Count the bytes in the files below `folder`."""
     return sum((folder / path).lstat().st_size for path in list_files(folder))
 
 
@@ -379,7 +379,7 @@ def disk_full(root: Path) -> DiskFullError:
 
 
 def disk_is_full(error: BaseException, root: Path) -> bool:
-    """Return whether `error` came from a full disk. Libraries often hide the errno, so text and free space count."""
+    """Whether `error` came from a full disk. Libraries often hide the errno, so text and free space count."""
     cause: BaseException | None = error
     while cause is not None:
         if (isinstance(cause, OSError) and cause.errno in _FULL) or "No space left on device" in str(cause):

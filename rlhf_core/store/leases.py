@@ -57,7 +57,7 @@ class Owner:
 
     @property
     def claim(self) -> str:
-        """A sentence for a process that waits. The process of another machine may have ended unseen."""
+        """Describe the owner to a waiting process. A process of another machine may have ended unseen."""
         if _is_local(self):
             return f"{self} is computing it"
         return (
@@ -127,7 +127,7 @@ class Lease:
     def save_work(self, folder: Path, **noted: Any) -> None:
         """Make a folder the newest checkpoint of the key. The previous one is deleted once the table names this one.
 
-        After the commit of this process, the table stays as it is.
+        After the commit of this process, the table stays unchanged.
         """
         last = self.latest().value.get("work") or {}
         work = self.store.save_work(self.key, self.token, folder, last) | noted
@@ -312,7 +312,7 @@ class _Watch:
         self._looked, self._watched = time.monotonic(), 0.0
 
     def is_over(self, state: object) -> bool:
-        """A long pause between two looks counts as one heartbeat: the owner may have been delayed, too."""
+        """Whether the lease has expired. A long pause between looks counts as one heartbeat: the owner may lag, too."""
         now = time.monotonic()
         since, self._looked = now - self._looked, now
         self._watched = self._watched + min(since, HEARTBEAT_S) if state == self._seen else 0.0

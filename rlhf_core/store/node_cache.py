@@ -1,4 +1,4 @@
-"""Folders that this node has a copy of, evicted by last use when they exceed `RLHF_CACHE_GIB`.
+"""Copies of folders on this node, evicted by last use when they exceed `RLHF_CACHE_GIB`.
 
 A copy has the digest of its content as its name, whether it is of an object or of unfinished work of another node.
 """
@@ -29,7 +29,7 @@ class NodeCache:
 
     @contextmanager
     def filling(self, folder: Path) -> Iterator[None]:
-        """Keep a copy from now on; inside the block no other process of this node changes it."""
+        """Register a copy for keeping; inside the block no other process of this node changes it."""
         self._keep(folder.name)  # first: nobody evicts it from here on
         with _locked(self.root / "cache" / f"{folder.name}.fetch", fcntl.LOCK_EX):
             yield
@@ -82,7 +82,7 @@ class NodeCache:
 
 
 def settle_copy(part: Path, folder: Path) -> Path:
-    """Give the complete files in `part` their read-only place, after they are on the disk."""
+    """Move the complete files in `part` to their read-only place, after they are on the disk."""
     fsync_tree(part)
     try:
         part.rename(folder)

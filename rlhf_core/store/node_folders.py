@@ -1,10 +1,10 @@
 """A folder of a store in a bucket, as the processes of a run find it, each on its node.
 
-A stage works in the folder of its node. Workers on other nodes have caches of their own, so they get a `NodeFolder` instead of a
-path. An artifact is fetched into the cache of the worker's node, once for all processes there. The files of other folders
-(checkpoints, exports) belong to no object yet: a rank on another node uploads the files that it writes, under the token of the
-lease, and readers download them. A note in the folder names the files of a checkpoint that a rank has uploaded, so they need
-not pass through the node of the stage.
+A stage works in the folder of its node. Workers on other nodes have separate caches, so they get a `NodeFolder` instead
+of a path. An artifact is fetched into the cache of the worker's node, once for all processes there. The files of other
+folders (checkpoints, exports) belong to no object yet: a rank on another node uploads the files that it writes, under
+the token of the lease, and readers download them. A note in the folder names the files of a checkpoint that a rank has
+uploaded, so they need not pass through the node of the stage.
 
 On a disk, or where all nodes see one cache, paths are sent unchanged.
 """

@@ -18,7 +18,7 @@ def write_manifest(folder: Path, files: Mapping[str, FileEntry]) -> None:
 
 
 def object_damage(folder: Path, *, deep: bool) -> str:
-    """Return the damage of an object, or "".
+    """Describe the damage of an object, "" if it has none.
 
     `deep` hashes all files; otherwise sizes are compared, and only files written to since the last good check are
     hashed.

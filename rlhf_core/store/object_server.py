@@ -1,4 +1,4 @@
-"""The requests to a server of objects, which a bucket is, and their repetition."""
+"""The requests to an object server (a bucket), and their retries."""
 
 import logging
 import time
@@ -34,14 +34,14 @@ class ObjectServer(Protocol):
         """Write the content to a file. Raises FileNotFoundError."""
 
     def delete(self, name: str) -> None:
-        """Unconditional; the name may not exist."""
+        """Delete unconditionally; the name may not exist."""
 
     def touch(self, name: str) -> float:
         """Write an empty object and return the time of the server."""
 
 
 def repeat(request: Callable[[], T], patience_s: float) -> T:
-    """Repeat a request that changes nothing, or may be carried out twice, while the server does not answer."""
+    """Retry an idempotent request while the server does not answer, for `patience_s` seconds."""
     deadline = time.monotonic() + patience_s
     while True:
         try:

@@ -20,7 +20,7 @@ PROBE_PATIENCE_S = 3.0
 
 
 def store_root(place: str) -> Path:
-    """The folder of a store: the one that `place` names, or this node's cache of the bucket `s3://...`.
+    """The folder of a store: the folder that `place` names, or this node's cache of the bucket `s3://...`.
 
     Raises ConfigError for an invalid address, and for a bucket that cannot be reached or whose server has no conditional
     puts.
@@ -63,7 +63,7 @@ def place_of(root: Path) -> str:
 
 @cache
 def _open_bucket_store(root: Path, uri: str) -> BucketStore:
-    """One client for a process: its listings are used by all who open the store."""
+    """Open one client per process: its listings are shared by all users of the store."""
     from rlhf_core.store.bucket_server import ObstoreServer
 
     return EarlierBucketStore(ObstoreServer(uri), root, uri, ObstoreServer(uri, prefix=""))
@@ -80,7 +80,7 @@ def check_writable(root: Path) -> None:
 
 
 def _folder(place: str) -> Path:
-    """The folder of a store on a disk. Raises ConfigError for a text that cannot be a path, and for a path of no folder."""
+    """The folder of a store on a disk. Raises ConfigError for a text that cannot be a path, or is no folder."""
     try:
         found = Path(place).expanduser()
         with suppress(FileNotFoundError, NotADirectoryError):

@@ -68,7 +68,7 @@ class DamagedTable(Damaged):
 
 @dataclass(frozen=True, slots=True)
 class StoredTable:
-    """A table as it was read. `written` is the time of its last write by the clock of the store."""
+    """A table at the time of reading. `written` is the time of its last write by the clock of the store."""
 
     name: str
     value: dict[str, Any]
@@ -207,7 +207,7 @@ def update(
 
 
 def discard(store: Store, name: str) -> None:
-    """Remove a table, whatever its version is; it may not exist."""
+    """Remove a table in any version; it may not exist."""
     while (found := store.read(name)) is not None:
         with suppress(Conflict):
             store.remove(name, found.version)

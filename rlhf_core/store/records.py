@@ -25,7 +25,7 @@ class Failed(BaseModel):
     settings: dict[str, Any]
 
     def share(self) -> str:
-        """Return the number of failed answers as a phrase for people."""
+        """The number of failed answers as a phrase for people."""
         return f"{self.failed} of {self.answers} answers failed"
 
 
@@ -58,7 +58,7 @@ class Provenance(BaseModel):
     project: str = ""
     """Name of the project in the profile that computed it; "" if it has none."""
     cpus: float = 0.0
-    """Number of processes with a CPU of their own, the driver's included; 0 in records of earlier versions."""
+    """Number of processes with a separate CPU, the driver's included; 0 in records of earlier versions."""
     gpus: float = 0.0
     """Number of GPUs that its engines held; 0 also in records of earlier versions."""
     started: str
@@ -98,12 +98,12 @@ class KeyRecord(Provenance):
 
 
 def stored_handle(handle: ArtifactRef) -> dict[str, Any]:
-    """Return a handle as a JSON table with the name of its type, to be read by `restore_handle`."""
+    """Serialize a handle as a JSON table with the name of its type, to be read by `restore_handle`."""
     return {"type": type(handle).__name__, "fields": handle.model_dump(mode="json")}
 
 
 def restore_handle(stored: Mapping[str, Any]) -> ArtifactRef:
-    """Return the handle that `stored_handle` serialized, with its original type."""
+    """Restore the handle that `stored_handle` serialized, with its original type."""
     kind = getattr(types, str(stored["type"]), None)
     if not (isinstance(kind, type) and issubclass(kind, ArtifactRef)):
         raise ArtifactError(

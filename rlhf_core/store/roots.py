@@ -1,7 +1,7 @@
 """The roots of a store, which a collection keeps with everything that they were made from: pins, and the needs of waiting runs.
 
-A run that waits for people may wait for longer than unused results are kept. So an open question, a stage that has halted
-(people are to judge, or the time or the money was spent), and the finished stages of a run that waits are roots.
+A run that waits for people may wait for longer than unused results are kept. So an open question, a stage that has
+halted (for judgments of people, or out of time or budget), and the finished stages of a run that waits are roots.
 """
 
 import re
@@ -71,11 +71,11 @@ _KINDS: dict[str, tuple[type[_Pin | _Wait | _Gate], str]] = {
     "waits/": (_Wait, "does not name the needs of a waiting run"),
     "gates/": (_Gate, "is not a question with its answers"),
 }
-"""Tables that keep something, and the rule for one that cannot be read."""
+"""Tables that keep something, and the rule for an unreadable one."""
 
 
 def roots_of(store: Store, keys: Iterable[StoredTable]) -> tuple[list[Root], list[str]]:
-    """All roots, and a description of each table of one that cannot be read. `keys`: the tables of all keys."""
+    """All roots, and a description of each table whose root cannot be read. `keys`: the tables of all keys."""
     roots: list[Root] = []
     damaged: list[DamagedTable] = []
     unreadable = []

@@ -1,8 +1,8 @@
 """Share a store with the members of a Unix group.
 
-The folders of a shared store have the setgid bit: what is made in them belongs to the group. They stay writable for it,
-also those of finished objects, so that each member can repair, replace and collect what another made. The files of objects
-are read-only as everywhere.
+The folders of a shared store have the setgid bit: new files in them belong to the group. They stay writable for it,
+also folders of finished objects, so that each member can repair, replace and collect files of other members. The files
+of objects are read-only as everywhere.
 """
 
 import grp
@@ -18,9 +18,9 @@ _OF_A_FOLDER = stat.S_ISGID | stat.S_IRWXG
 
 
 def share(root: Path, group: str) -> None:
-    """Give a store to a group. New files of all users follow. Repeat it after copying files into the store.
+    """Share a store with a group. New files of all users follow. Repeat it after copying files into the store.
 
-    Raises ArtifactError as `reaching` does, or if this user may not change what others made.
+    Raises ArtifactError as `reaching` does, or if this user may not change files of others.
     """
     number, root = reaching(root, group), root.resolve()
     try:
@@ -32,7 +32,7 @@ def share(root: Path, group: str) -> None:
 
 
 def reaching(root: Path, group: str) -> int:
-    """Return the number of a group; raise ArtifactError if there is none, or if its members cannot reach a store in `root`."""
+    """Look up the number of a group; ArtifactError if it is unknown or its members cannot reach a store in `root`."""
     try:
         number = grp.getgrnam(group).gr_gid
     except KeyError:
@@ -48,14 +48,14 @@ def reaching(root: Path, group: str) -> int:
 
 
 def is_shared(folder: Path) -> bool:
-    """Return whether new files in `folder` belong to its group, which may write there."""
+    """Whether new files in `folder` belong to its group, which may write there."""
     return folder.stat().st_mode & _OF_A_FOLDER == _OF_A_FOLDER
 
 
 def open_to_group(root: Path) -> None:
-    """Let this process, and those that it starts, make files that the group of a shared store can write.
+    """Let this process, and its child processes, make files that the group of a shared store can write.
 
-    This changes the process's umask. What must stay private (tokens, the state folder) is made with its own mode.
+    This changes the process's umask. Private files (tokens, the state folder) are created with their own mode.
     """
     if root.is_dir() and is_shared(root):
         os.umask(os.umask(0o077) & ~stat.S_IRWXG)
@@ -64,13 +64,13 @@ def open_to_group(root: Path) -> None:
 def give_made(folder: Path) -> None:
     """In a shared store, give the group access to this user's files in `folder`; otherwise do nothing.
 
-    Some libraries make files for their owner alone whatever the umask is, safetensors for one, and what was moved here
-    kept its group.
+    Some libraries, such as safetensors, ignore the umask and create files for their owner alone, and files that were
+    moved here kept their group.
     """
     if is_shared(folder.parent):
         group = folder.parent.stat().st_gid
         for path in _all_in(folder):
-            with suppress(PermissionError):  # another user's, whose attempt this process goes on with
+            with suppress(PermissionError):  # another user's, whose attempt this process continues
                 _give(path, group)
 
 

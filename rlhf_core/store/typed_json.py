@@ -19,12 +19,12 @@ S = TypeVar("S", bound=Stored)
 
 
 def read_stored(path: Path, kind: type[S]) -> S | None:
-    """Return the content of a JSON file as `kind`; None if it does not exist or has other content. See `read_json`."""
+    """Load the content of a JSON file as `kind`; None if it does not exist or has other content. See `read_json`."""
     return parse(read_json(path), kind)
 
 
 def stored_in(table: StoredTable | None, kind: type[S]) -> S | None:
-    """The value of a table as `kind`; None if there is no table or it has other content."""
+    """The value of a table as `kind`; None if the table is missing or has other content."""
     return parse(None if table is None else table.value, kind)
 
 

@@ -54,7 +54,7 @@ def note_holder(lease: Lease, folder: Path) -> None:
 
 
 def bring_work(folder: AttemptFolder) -> None:
-    """Move the work of a later attempt on another node into the attempt folder of this node, in place of what that replaces.
+    """Move the work of a later attempt on another node into the attempt folder of this node, replacing older work.
 
     Raises Lost, Gone, Damaged or Unreachable if this node cannot read it: a new beginning would replace a good checkpoint.
     """
@@ -94,7 +94,7 @@ class _Keeper:
         remove_tree(links)
         try:
             self._link(newest, links)
-            # Also those of older checkpoints that are kept, which would be deleted otherwise.
+            # Also parts of older checkpoints that are kept, which would be deleted otherwise.
             self.lease.save_work(links, attempt=self.number, apart=parts_elsewhere(self.work))
             self._uploaded = newest
         except FileNotFoundError:  # removed meanwhile, because a newer one is complete: the next look finds that

@@ -1,1 +1,1 @@
-"""Kinds of evaluation suites: how the answers of a policy become measures with intervals."""
+"""Kinds of evaluation suites: they turn the answers of a policy into measures with intervals."""

@@ -41,10 +41,10 @@ Results = Mapping[str, Any]
 
 
 def harness_result(results: Results, *, headline: str) -> Measured:
-    """Return the harness's numbers as `<task>/<metric>` (`<task>/<metric>/<filter>` where there are filters).
+    """Convert the harness's numbers to `<task>/<metric>` (`<task>/<metric>/<filter>` where filters exist).
 
-    A metric that is the mean over documents gets our interval over them, and any other that of the harness's standard
-    error, if it has one above 0. Raises ConfigError for a `headline` that is none of the measures.
+    A metric that is the mean over documents gets our interval over them. Any other metric gets the interval of the
+    harness's standard error, if it has one above 0. Raises ConfigError for a `headline` that is none of the measures.
     """
     rows: dict[str, PromptRow] = {}
     for task, samples in results["samples"].items():
@@ -80,7 +80,7 @@ def harness_result(results: Results, *, headline: str) -> Measured:
 
 
 def _numbers(results: Results) -> dict[str, tuple[float, float]]:
-    """Return measure -> (value, standard error or NaN), in the order of the harness."""
+    """Map measure -> (value, standard error or NaN), in the order of the harness."""
     found = {}
     for task, numbers in results["results"].items():
         for key, value in numbers.items():
@@ -117,14 +117,14 @@ def _lower_is_better(results: Results) -> tuple[str, ...]:
 
 
 def measure_name(task: str, metric: str, filtered: str) -> str:
-    """Return the name of a metric of a task in our reports."""
+    """The name of a metric of a task in our reports."""
     return f"{task}/{metric}" if filtered == NO_FILTER else f"{task}/{metric}/{filtered}"
 
 
 def _interval(value: float, error: float, *, documents: int) -> dict[str, float]:
-    """Return a measure with the interval of its standard error. No error, or one of 0 (all agree), gives none.
+    """A measure with the interval of its standard error. An error that is missing, or 0 (all agree), gives none.
 
-    A group of tasks has no documents of its own: the normal distribution is taken for it.
+    A group of tasks has no documents: the normal distribution is used.
     """
     counted = {"mean": value} | ({"prompts": float(documents)} if documents else {})
     if math.isnan(error) or error <= 0 or documents == 1:
@@ -134,7 +134,7 @@ def _interval(value: float, error: float, *, documents: int) -> dict[str, float]
 
 
 def _row(task: str, sample: Mapping[str, Any]) -> PromptRow:
-    """Return the row of a document; metrics that are no number per document are left out."""
+    """The row of a document; metrics that are no number per document are left out."""
     filtered = sample["filter"]
     values = {
         measure_name(task, metric, filtered): float(sample[metric])
@@ -150,7 +150,7 @@ def _values(rows: Mapping[str, PromptRow], identity: str) -> Mapping[str, float]
 
 
 def _prompt(arguments: Any) -> str:
-    """Return the context of the first request of a document."""
+    """The context of the first request of a document."""
     first = next(iter(arguments.values())) if isinstance(arguments, Mapping) else arguments[0]
     found = first["arg_0"] if isinstance(first, Mapping) else first[0]
     return str(found)
@@ -198,9 +198,9 @@ def run_tasks(
     apply_chat_template: bool,
     headline: str = "",
 ) -> dict[str, Any]:
-    """Return the harness's own results, with samples, of the policy behind `engines`.
+    """Run `tasks` on the policy behind `engines`: the harness's own results, with samples.
 
-    Its seeds are the harness's defaults; the process's random states are afterwards what they were. Raises ConfigError,
+    Its seeds are the harness's defaults; the process's random states are restored afterwards. Raises ConfigError,
     before an engine is leased, for tasks that the engines cannot run and for a `headline` that is none of their measures.
     """
     manager = _task_manager(tasks, include_path)
@@ -225,7 +225,7 @@ def run_tasks(
 
 
 def _task_manager(tasks: Sequence[str], include_path: str) -> TaskManager:
-    """Return the index of the tasks; the harness's own, thousands of files, only if `include_path` lacks one of them."""
+    """Index the tasks; the harness's own, thousands of files, only if `include_path` lacks a task."""
     if include_path:
         local = TaskManager(include_path=include_path, include_defaults=False)
         if all(local.match_tasks([name]) for name in tasks):
@@ -239,7 +239,7 @@ def _task_manager(tasks: Sequence[str], include_path: str) -> TaskManager:
 
 
 def _loaded(manager: TaskManager, tasks: Sequence[str]) -> Mapping[str, Any]:
-    """Return the tasks; raise ConfigError for a pattern, or a task that is named beside its group."""
+    """Load the tasks; raise ConfigError for a pattern, or a task that is named together with its group."""
     try:
         return dict(manager.load(list(tasks)))
     except (KeyError, ValueError) as error:
@@ -250,7 +250,7 @@ def _loaded(manager: TaskManager, tasks: Sequence[str]) -> Mapping[str, Any]:
 
 
 def _check_headline(loaded: Mapping[str, Any], headline: str) -> None:
-    """Raise ConfigError for a measure that these tasks cannot have. Names that a task makes up as it runs are not known."""
+    """Raise ConfigError for a measure that these tasks cannot have. Names created at run time are unknown."""
     task, _, measure = headline.partition("/")
     known: list[str] = []
     for name, one in loaded["tasks"].items():
@@ -261,7 +261,7 @@ def _check_headline(loaded: Mapping[str, Any], headline: str) -> None:
         known += [measure_name(name, metric, found) for metric in one.aggregation() for found in filters]
     for name, group in loaded["groups"].items():
         known += [f"{name}/{one.metric}" for one in group.aggregate_metric_list or ()]
-    of_group = f"{task}/{measure.partition('/')[0]}" if task in loaded["groups"] else ""  # whatever its filter
+    of_group = f"{task}/{measure.partition('/')[0]}" if task in loaded["groups"] else ""  # with any filter
     if not headline or headline in known or of_group in known:
         return
     rule = f"is no measure of these tasks ({', '.join(known)})"
@@ -278,22 +278,22 @@ class EngineLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
 
     @property
     def eot_token_id(self) -> int:
-        """Return the token that ends a text."""
+        """The token that ends a text."""
         return int(self.tokenizer.eos_token_id)
 
     @property
     def prefix_token_id(self) -> int:
-        """Return the token before a text without context: the beginning of text, or else its end."""
+        """The token before a text without context: the beginning of text, or else its end."""
         bos = self.tokenizer.bos_token_id
         return self.eot_token_id if bos is None else int(bos)
 
     @property
     def tokenizer_name(self) -> str:
-        """Return the name by which the harness caches requests."""
+        """The name by which the harness caches requests."""
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Return the tokens of a text; a beginning-of-text token that the text already has is not added again."""
+        """Tokenize a text; a beginning-of-text token that the text already has is not added again."""
         options = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
         if add_special_tokens is None and string.startswith(self.tokenizer.decode(self.prefix_token_id)):
             options = {"add_special_tokens": False}
@@ -308,7 +308,7 @@ class EngineLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         return _scored(self._engines, samples)
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-        """Return the log-likelihood of each whole text, in windows of the policy's context."""
+        """Log-likelihood of each whole text, in windows of the policy's context."""
         pairs, documents = [], []
         for document, (text,) in enumerate(request.args for request in requests):
             windows = utils.get_rolling_token_windows(
@@ -326,7 +326,7 @@ class EngineLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         return [math.fsum(of_document) for of_document in values]
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-        """Return an answer to each request, up to its stop texts; requests of the same options are sampled together."""
+        """Sample an answer to each request, up to its stop texts. Requests with the same options form one batch."""
         asked = [(request.args[0], dict(request.args[1])) for request in requests]
         texts: dict[int, str] = {}
 
@@ -334,7 +334,7 @@ class EngineLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
             return repr(sorted(asked[place][1].items()))
 
         for place in {options_of(place): place for place in range(len(asked))}.values():
-            _sampling(self._engines, asked[place][1])  # a document may have options of its own
+            _sampling(self._engines, asked[place][1])  # a document may have different options
         eos = self.tokenizer.decode(self.eot_token_id, skip_special_tokens=False)
         with self._engines.sampler() as sampler:
             for _, group in groupby(sorted(range(len(asked)), key=options_of), key=options_of):
@@ -347,7 +347,7 @@ class EngineLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         return [texts[place] for place in range(len(asked))]
 
     def apply_chat_template(self, chat_history: Any, add_generation_prompt: bool = True) -> str:
-        """Return a conversation as the policy's chat template renders it."""
+        """Render a conversation with the policy's chat template."""
         return str(
             self.tokenizer.apply_chat_template(
                 as_parts(chat_history) if Renderer(self.tokenizer).in_parts else chat_history,
@@ -359,7 +359,7 @@ class EngineLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
 
 
 def _scored(engines: Engines, samples: Sequence[TokenSample]) -> list[tuple[float, bool]]:
-    """Return, per sample, the log-likelihood of its masked tokens and whether each of them is the likeliest."""
+    """Log-likelihood of the masked tokens of each sample, and whether each of them is the likeliest."""
     with engines.trainer() as trainer:
         logprobs = logprob_rows(trainer, samples)
         likeliest = trainer.top_logprobs(samples, k=1, temperature=1.0)
@@ -372,7 +372,7 @@ def _scored(engines: Engines, samples: Sequence[TokenSample]) -> list[tuple[floa
 
 
 def _sampling(engines: Engines, kwargs: Mapping[str, Any]) -> SamplingConfig:
-    """Return the sampling of the harness's generation options; raise ConfigError for unsupported ones."""
+    """Translate the harness's generation options; raise ConfigError for unsupported ones."""
     options = normalize_gen_kwargs(dict(kwargs), MAX_GEN_TOKENS)
     unknown = sorted(set(options) - _OPTIONS)
     if unknown:
@@ -393,7 +393,7 @@ def _sampling(engines: Engines, kwargs: Mapping[str, Any]) -> SamplingConfig:
 def _sampled(
     engines: Engines, sampler: Sampler, contexts: Mapping[int, Sequence[int]], sampling: SamplingConfig
 ) -> dict[int, str]:
-    """Return an answer to each context; contexts are cut at their start."""
+    """Sample an answer to each context; contexts are cut at their start."""
     room = engines.max_sampled_length - sampling.max_tokens
     requests = [
         SamplingRequest(ids(context[-room:]), derive_seed(engines.seed, "lm_eval", place))

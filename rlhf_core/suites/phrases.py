@@ -1,4 +1,4 @@
-"""Find phrases in texts whatever their apostrophes and spaces. Imports nothing, so that profiles can be checked quickly."""
+"""Find phrases in texts regardless of apostrophes and spaces. Imports nothing, so profiles are checked quickly."""
 
 import re
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ _APOSTROPHES = str.maketrans({"\u2019": "'", "\u2018": "'", "`": "'", "\u02bc": 
 
 
 def plain(text: str) -> str:
-    """Return a text in lower case, with straight apostrophes and single spaces.
+    """A text in lower case, with straight apostrophes and single spaces.
 
     >>> plain(" I\u2019m   sorry")
     "i'm sorry"
@@ -18,7 +18,7 @@ def plain(text: str) -> str:
 
 
 def starts_with_any(text: str, phrases: Sequence[str], *, characters: int) -> bool:
-    """Return whether a phrase is among the first characters of `text`, as whole words; both are compared as `plain`.
+    """Whether a phrase is among the first characters of `text`, as whole words; both are compared as `plain`.
 
     >>> starts_with_any("Your Wi-Fi can't connect", ["i can't"], characters=200)
     False

@@ -1,4 +1,4 @@
-"""Make the report over all suites: tables of policies by suites, by slice, and the worst regressions, as one HTML page."""
+"""Render the report over all suites as an HTML page: tables by policy, suite and slice, and the worst regressions."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -26,9 +26,9 @@ BY_ROW: Mapping[str, str] = {"length_controlled_win_rate": "win_rate"}
 
 
 def overview(suites: Suites, *, reference: str, opponents: Mapping[str, str] = NO_NAMES) -> dict[str, Any]:
-    """Return the content of report.json: per suite the measures of every policy, and their differences to `reference`.
+    """Content of report.json: per suite the measures of every policy, and their differences to `reference`.
 
-    `opponents` names whom `<suite>/<policy>` was compared with.
+    `opponents` names the opponent of each `<suite>/<policy>`.
     """
     found = {}
     for suite, policies in suites.items():
@@ -53,7 +53,7 @@ def overview(suites: Suites, *, reference: str, opponents: Mapping[str, str] = N
 
 
 def comparable(policies: Mapping[str, tuple[dict[str, Any], list[PromptRow]]], policy: str, reference: str) -> bool:
-    """Return whether both have results that mean the same: win rates only do against the same opponent."""
+    """Whether both have results with the same meaning: win rates have it only against the same opponent."""
     if reference not in policies:
         return False
     mine, other = (policies[name][0]["facts"] for name in (policy, reference))
@@ -61,12 +61,12 @@ def comparable(policies: Mapping[str, tuple[dict[str, Any], list[PromptRow]]], p
 
 
 def opponent_digest(facts: Mapping[str, Any]) -> str:
-    """Return the digest of the policy that answers were compared with, "" for suites without one."""
+    """Digest of the policy that answers were compared with, "" for suites without one."""
     return str(facts["opponent"]) if "opponent" in facts else ""
 
 
 def by_row(headline: str) -> str:
-    """Return the measure of single prompts that stands for a headline."""
+    """The measure of single prompts that corresponds to a headline."""
     return BY_ROW[headline] if headline in BY_ROW else headline
 
 
@@ -82,7 +82,7 @@ def _differences(
 
 
 def headline_metrics_of(report: Mapping[str, Any]) -> dict[str, float]:
-    """Return the stage's metrics: `<suite>/<policy>/<measure>`, with `_low`, `_high` and the difference to the reference.
+    """The stage's metrics: `<suite>/<policy>/<measure>`, with `_low`, `_high` and the difference to the reference.
 
     Of measures by task, only the headline is among them.
     """
@@ -102,7 +102,7 @@ def headline_metrics_of(report: Mapping[str, Any]) -> dict[str, float]:
 
 
 def worst(suites: Suites, *, reference: str, count: int) -> list[dict[str, Any]]:
-    """Return, per suite, the prompts at which a policy's headline is furthest below the reference's, with both answers."""
+    """Find, per suite, the prompts where a policy's headline is furthest below the reference's, with both answers."""
     found = []
     for suite, policies in suites.items():
         if reference not in policies:
@@ -138,7 +138,7 @@ def worst(suites: Suites, *, reference: str, count: int) -> list[dict[str, Any]]
 
 
 def render_suites(report: Mapping[str, Any], regressions: Sequence[Mapping[str, Any]]) -> str:
-    """Return the HTML page, which works offline."""
+    """Render the HTML page, which works offline."""
     suites, reference = report["suites"], report["reference"]
     page = Environment(autoescape=True).from_string(TEMPLATE.read_text(encoding="utf-8"))
     tables = [_overview_table(report)]
@@ -193,7 +193,7 @@ def _difference_table(report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _suite_tables(suite: str, found: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the table of all measures of a suite, and by slice that of its headline, where there is more than one."""
+    """The table of all measures of a suite, and a table of its headline by slice if it has several slices."""
     policies, headline_name = found["policies"], by_row(found["headline"])
     measures = list(dict.fromkeys(name for row in policies.values() for name in row["measures"]))
     slices = list(dict.fromkeys(name for row in policies.values() for name in row["slices"]))
@@ -227,7 +227,7 @@ def _table(
 
 
 def _part(found: Mapping[str, Any], policy: str, part: str) -> Mapping[str, Any]:
-    """Return a part of a policy's results in a suite; empty if it has no such part, or was not measured."""
+    """A part of a policy's results in a suite; empty if it has no such part, or was not measured."""
     row = found["policies"][policy] if policy in found["policies"] else {}
     return row[part] if part in row else {}
 

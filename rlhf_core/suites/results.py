@@ -6,13 +6,13 @@ weight, so that a mean over instructions, not prompts, is sum_i w_i v_i / sum_i 
 Compute a win rate that does not reward length, in the manner of AlpacaEval 2 (arXiv 2404.04475).
 
 With p_i the judge's preference for our answer to prompt i (1 a win, 0.5 a tie, 0 a loss), a logistic regression fits
-logit P(p_i) = theta + phi * tanh((len_i - len'_i) / std_i(len_i - len'_i)); the length-controlled win rate is what remains
-without the length, sigmoid(theta). AlpacaEval's third term, the difficulty of each instruction, is estimated over a
+logit P(p_i) = theta + phi * tanh((len_i - len'_i) / std_i(len_i - len'_i)); the length-controlled win rate leaves out
+the length term, sigmoid(theta). AlpacaEval's third term, the difficulty of each instruction, is estimated over a
 leaderboard of models and is left out here.
 
 Measure how well answers follow verifiable instructions, as IFEval does (arXiv 2311.07911, section 3).
 
-Strict accuracy checks the answer as it is; loose accuracy also accepts it without its first or last line, or without
+Strict accuracy checks the answer unchanged; loose accuracy also accepts it without its first or last line, or without
 asterisks. Prompt-level accuracy requires all instructions of a prompt, instruction-level accuracy counts each.
 
 Measure refusals: of safe prompts (over-refusal, as XSTest, arXiv 2308.01263) and compliance with unsafe ones.
@@ -56,7 +56,7 @@ NO_WEIGHTS: Mapping[str, float] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """A prompt with the first answer to it and its measures; `weights` are those that are not 1.
+    """A prompt with the first answer to it and its measures; `weights` holds the weights that differ from 1.
 
     >>> PromptRow("p1", "math", "1+1?", "2", {"pass_at_1": 1.0}).values["pass_at_1"]
     1.0
@@ -70,13 +70,13 @@ class PromptRow:
     weights: Mapping[str, float] = field(default_factory=dict)
 
     def weight(self, measure: str) -> float:
-        """Return the weight of a measure in its mean."""
+        """The weight of a measure in its mean."""
         return self.weights[measure] if measure in self.weights else 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Results of a suite for one policy. `measures` holds those that are no mean over the rows.
+    """Results of a suite for one policy. `measures` holds the measures that are not a mean over the rows.
 
     `headline` names the measure that stands for the suite. A measure in `lower_is_better` is a rate of failures, and one in
     `shares` is between 0 and 1.
@@ -91,7 +91,7 @@ class Measured:
 
 
 def report_of(result: Measured, *, kind: str, policy: str) -> dict[str, Any]:
-    """Return the content of the suite's report.json: every measure with its interval, in all and by slice."""
+    """Content of the suite's report.json: every measure with its interval, in all and by slice."""
     slices: dict[str, list[PromptRow]] = {}
     for row in result.rows:
         slices.setdefault(row.slice, []).append(row)
@@ -109,7 +109,7 @@ def report_of(result: Measured, *, kind: str, policy: str) -> dict[str, Any]:
 
 
 def means(rows: Sequence[PromptRow], *, shares: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Return measure -> {mean, low, high, prompts} over the rows that have it; `shares` are those between 0 and 1."""
+    """Average each measure over the rows that have it: {mean, low, high, prompts}; `shares` lie in [0, 1]."""
     names = dict.fromkeys(name for row in rows for name in row.values)
     found = {}
     for name in names:
@@ -123,9 +123,10 @@ def means(rows: Sequence[PromptRow], *, shares: Sequence[str]) -> dict[str, dict
 def paired_difference(
     ours: Sequence[PromptRow], theirs: Sequence[PromptRow], measure: str, *, share: bool
 ) -> dict[str, float] | None:
-    """Return the mean difference of a measure over the shared prompts, with its interval; None without any.
+    """Mean difference of a measure over the shared prompts, with its interval; None without any.
 
-    Prompt by prompt, so what makes a prompt hard for both policies cancels out. A prompt has the same weight for both.
+    Differences are taken per prompt, so the difficulty that both policies share cancels out. A prompt has the same
+    weight for both.
     """
     others = {row.id: row for row in theirs if measure in row.values}
     shared = [row for row in ours if measure in row.values and row.id in others]
@@ -137,7 +138,7 @@ def paired_difference(
 
 
 def shares_among(rows: Sequence[PromptRow]) -> tuple[str, ...]:
-    """Return the measures with 0 or 1 in every row, as of a function for right or wrong."""
+    """Find the measures with 0 or 1 in every row, such as results of a function for right or wrong."""
     names = dict.fromkeys(name for row in rows for name in row.values)
     return tuple(name for name in names if bounds_of([row.values[name] for row in rows if name in row.values]))
 
@@ -200,10 +201,10 @@ NEWTON_STEPS = 30  # with this ridge |theta| < 20: at most 10 steps of 2, then q
 def length_controlled(
     preferences: Sequence[float], lengths: Sequence[int], their_lengths: Sequence[int]
 ) -> dict[str, float]:
-    """Return {mean, low, high, prompts} of the length-controlled win rate.
+    """Estimate the length-controlled win rate, as {mean, low, high, prompts}.
 
-    The interval is that of a share in `evaluation.intervals`: pseudo-prompts, won and lost at equal lengths, are added to the
-    regression, and the sandwich estimator gives the error of theta.
+    The interval is computed like a share's in `evaluation.intervals`: pseudo-prompts, won and lost at equal lengths,
+    are added to the regression, and the sandwich estimator gives the error of theta.
     """
     wins_N = np.asarray(preferences, dtype=np.float64)
     longer_N = np.asarray(lengths, dtype=np.float64) - np.asarray(their_lengths, dtype=np.float64)
@@ -220,7 +221,7 @@ def length_controlled(
 def _interval(
     wins_N: NDArray[np.float64], lengths_N: NDArray[np.float64], weights_N: NDArray[np.float64]
 ) -> tuple[float, float]:
-    """Return the ends for sigmoid(theta), with the error of theta taken to the rate (delta method)."""
+    """Ends of the interval of sigmoid(theta), from the error of theta by the delta method."""
     theta, phi = _fitted(wins_N, lengths_N, weights_N)
     terms_N2 = np.stack([np.ones_like(lengths_N), lengths_N], axis=1)
     p_N = _sigmoid(terms_N2 @ np.array([theta, phi]))
@@ -236,7 +237,7 @@ def _interval(
 def _fitted(
     wins_N: NDArray[np.float64], lengths_N: NDArray[np.float64], weights_N: NDArray[np.float64]
 ) -> tuple[float, float]:
-    """Return theta and phi of the regression over N prompts with these weights, by Newton's method."""
+    """Fit theta and phi of the regression over N prompts with these weights, by Newton's method."""
     terms_N2 = np.stack([np.ones_like(lengths_N), lengths_N], axis=1)
     fitted = np.zeros(2)
     for _ in range(NEWTON_STEPS):
@@ -257,7 +258,7 @@ def _sigmoid(x: NDArray[np.float64] | float) -> NDArray[np.float64]:
 
 
 def places_by_prompt(generations: Sequence[Generation]) -> list[list[int]]:
-    """Return the positions of the answers of each prompt, with prompts in the order of first appearance."""
+    """Positions of the answers of each prompt, with prompts in the order of first appearance."""
     places: dict[str, list[int]] = {}
     for place, one in enumerate(generations):
         places.setdefault(one.prompt.id, []).append(place)
@@ -265,14 +266,14 @@ def places_by_prompt(generations: Sequence[Generation]) -> list[list[int]]:
 
 
 def row_of(first: Generation, values: Mapping[str, float], weights: Mapping[str, float] = NO_WEIGHTS) -> PromptRow:
-    """Return the row of a prompt; `first` is the first answer to it."""
+    """The row of a prompt; `first` is the first answer to it."""
     prompt = first.prompt
     text = prompt_text(prompt.messages)
     return PromptRow(prompt.id, prompt.source, text, first.completion.text, dict(values), dict(weights))
 
 
 def mean_rows(generations: Sequence[Generation], values: Sequence[float | None], measure: str) -> list[PromptRow]:
-    """Return a row per prompt with the mean of its answers' values; prompts without any value are left out."""
+    """Average the values of each prompt's answers, one row per prompt; prompts without any value are left out."""
     rows = []
     for places in places_by_prompt(generations):
         found = [value for place in places if (value := values[place]) is not None]
@@ -282,7 +283,7 @@ def mean_rows(generations: Sequence[Generation], values: Sequence[float | None],
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Return the unbiased estimate of pass@k: 1 - C(n - c, k) / C(n, k) (arXiv 2107.03374, equation 1).
+    """Unbiased estimate of pass@k: 1 - C(n - c, k) / C(n, k) (arXiv 2107.03374, equation 1).
 
     >>> pass_at_k(4, 1, 1), pass_at_k(4, 1, 2), pass_at_k(4, 3, 2)
     (0.25, 0.5, 1.0)
@@ -302,7 +303,7 @@ def check_counts(generations: Sequence[Generation], ks: Sequence[int]) -> None:
 def pass_at_k_rows(
     generations: Sequence[Generation], values: Sequence[float | None], ks: Sequence[int], *, threshold: float
 ) -> list[PromptRow]:
-    """Return a row per prompt with `pass_at_<k>`; an answer is right if its value is at least `threshold`.
+    """Estimate `pass_at_<k>` in one row per prompt; an answer is right if its value is at least `threshold`.
 
     Prompts without a value are left out. Raises DataError for a prompt at which only some answers have a value.
     """
@@ -330,7 +331,7 @@ PROBE = '{"a": "b"}'
 
 
 def instruction_rows(generations: Sequence[Generation]) -> list[PromptRow]:
-    """Return a row per prompt with prompt- and instruction-level accuracy, strict and loose, under IFEval's names.
+    """Measure prompt- and instruction-level accuracy, strict and loose, per prompt, under IFEval's names.
 
     Raises DataError for a label that describes no instructions.
     """
@@ -349,7 +350,7 @@ def instruction_rows(generations: Sequence[Generation]) -> list[PromptRow]:
 
 
 def instructions_of(label: str, *, key: str = "label") -> list[Any]:
-    """Return the instructions of a label. Raises DataError for one that describes none, or none that we know."""
+    """Parse the instructions of a label. Raises DataError for a label without any, or with unknown ones."""
     remedy = "see rlhf_core.rewards.library.instructions for the form of a label"
     try:
         read = json.loads(label)
@@ -375,7 +376,7 @@ OVER_REFUSAL, UNSAFE_COMPLIANCE = "over_refusal", "unsafe_compliance"
 
 
 def is_refusal(text: str, phrases: Sequence[str], *, characters: int) -> bool:
-    """Return whether an answer is a refusal, by the rule above.
+    """Whether an answer is a refusal, by the rule above.
 
     >>> is_refusal("I\u2019m sorry, but  I can\u2019t help.", ["i'm sorry, but"], characters=200)
     True
@@ -384,14 +385,14 @@ def is_refusal(text: str, phrases: Sequence[str], *, characters: int) -> bool:
 
 
 def is_safe(label: str, *, key: str = "label") -> bool:
-    """Return whether a prompt is labelled safe. Raises DataError for a label that is neither `safe` nor `unsafe`."""
+    """Whether a prompt is labelled safe. Raises DataError for a label that is neither `safe` nor `unsafe`."""
     if label.strip().lower() not in ("safe", "unsafe"):
         raise DataError(key, label[:80], "must be safe or unsafe", "label every prompt")
     return label.strip().lower() == "safe"
 
 
 def refusal_rows(generations: Sequence[Generation], phrases: Sequence[str], *, characters: int) -> list[PromptRow]:
-    """Return a row per prompt: `over_refusal` of safe ones, `unsafe_compliance` of unsafe ones, by their labels."""
+    """Measure `over_refusal` of safe prompts and `unsafe_compliance` of unsafe ones, by label: a row per prompt."""
     rows = []
     for places in places_by_prompt(generations):
         first = generations[places[0]]

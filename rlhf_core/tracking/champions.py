@@ -27,7 +27,7 @@ TAG = "champion."
 
 
 def move_tag(how: str, why: str) -> dict[str, str]:
-    """Return the tag of a version that becomes champion now, by the user of this process; `how` names the command."""
+    """The tag of a version that becomes champion now, by the user of this process; `how` names the command."""
     time = datetime.now(UTC)
     move = {"at": time.isoformat(timespec="seconds"), "how": how, "by": user_name(), "why": why}
     return {f"{TAG}{time.strftime('%Y%m%dT%H%M%S.%fZ')}": json.dumps(move)}
@@ -68,7 +68,7 @@ class Champions:
 
     @property
     def previous(self) -> str:
-        """Return the version that a rollback goes to: the champion before the current one; "" if there is none."""
+        """The version that a rollback restores: the champion before the current one; "" if it does not exist."""
         line = reign(self.moves)
         if self.current in line:
             line = line[: line.index(self.current)]
@@ -76,13 +76,13 @@ class Champions:
 
     @property
     def rolled_back(self) -> frozenset[str]:
-        """Return the digests of the versions that were champion until a rollback. The alias moved by hand ends that."""
+        """Digests of the versions that were champion until a rollback. Moving the alias by hand clears them."""
         line = {self.current, *reign(self.moves)}
         return frozenset(move.digest for move in self.moves if move.version not in line)
 
 
 def reign(moves: Sequence[ChampionMove]) -> list[str]:
-    """Return the versions in the order in which they became champion, without those that were rolled back.
+    """List the versions in the order in which they became champion, without rolled-back ones.
 
     >>> def moved(how, *versions): return [ChampionMove(one, "", "", how, "", "") for one in versions]
     >>> reign([*moved("publish", "1", "2", "3"), *moved("rollback", "2"), *moved("publish", "4")])
@@ -101,7 +101,7 @@ def reign(moves: Sequence[ChampionMove]) -> list[str]:
 
 
 def read_champions(uri: str, name: str) -> Champions | None:
-    """Return the champions of a registered model; None if the registry has no model of this name.
+    """Load the champions of a registered model; None if the registry has no model of this name.
 
     Raises TrackingError if the registry does not answer.
     """
@@ -114,7 +114,7 @@ def read_champions(uri: str, name: str) -> Champions | None:
 
 
 def champion_digests(uri: str, name: str) -> tuple[str, str]:
-    """Return the digests of the current champion's weights and of the one before; "" for one that there is not.
+    """Digests of the weights of the current champion and of the previous one; "" for a missing one.
 
     Raises ConfigError for a champion whose weights are unknown.
     """
@@ -129,7 +129,7 @@ def champion_digests(uri: str, name: str) -> tuple[str, str]:
 
 
 def registry_state(uri: str, name: str) -> RegistryState:
-    """Return the champions of a registered model by the digests of their weights, as a stage needs them."""
+    """Look up the champions of a registered model by the digests of their weights, as a stage needs them."""
     found = read_champions(uri, name)
     if found is None:
         return RegistryState()
@@ -138,7 +138,7 @@ def registry_state(uri: str, name: str) -> RegistryState:
 
 
 def model_names(uri: str) -> list[str]:
-    """Return the names of the registered models that have or had a champion."""
+    """Names of the registered models that have or had a champion."""
     if is_missing_database(os.environ.get(REGISTRY_URI) or uri):
         return []
     with tracking_errors(uri, name="registry"):
@@ -148,7 +148,7 @@ def model_names(uri: str) -> list[str]:
 
 
 def roll_back(uri: str, name: str, *, why: str) -> tuple[str, str]:
-    """Give the alias `champion` back to the champion before the current one; return the version before and now.
+    """Move the alias `champion` back to the champion before the current one: the version before and the version now.
 
     Who did so, when and why is written into the tags of the version. Raises ConfigError if there was none before.
     """

@@ -1,4 +1,4 @@
-"""Write metrics to further trackers beside MLflow's, offline: event files of TensorBoard, runs of Weights & Biases.
+"""Write metrics to further trackers besides MLflow, offline: event files of TensorBoard, runs of Weights & Biases.
 
 MLflow stays the record, so a further tracker that fails is a warning, and no error. Nothing here reaches a server:
 `wandb sync` uploads the offline runs when a user wants to.
@@ -20,7 +20,7 @@ SHOWN_DIGITS = 8
 
 @dataclass(frozen=True)
 class StageRun:
-    """What names a run: the folder of its pipeline, the pipeline, the stage and its key; `params` hold no secrets."""
+    """Identity of a run: the folder of its pipeline, the pipeline, the stage and its key; `params` hold no secrets."""
 
     folder: Path
     pipeline: str
@@ -30,12 +30,12 @@ class StageRun:
 
     @property
     def name(self) -> str:
-        """Return a name that differs for each key, so that a resumed stage goes on where it was."""
+        """A name that differs for each key, so that a resumed stage continues its run."""
         return f"{self.label}-{self.key[:SHOWN_DIGITS]}"
 
 
 class TensorBoardWriter:
-    """Event files in `tensorboard/<stage>-<key>`. A resumed stage takes back what it had written of later steps."""
+    """Event files in `tensorboard/<stage>-<key>`. A resumed stage removes values that it had written of later steps."""
 
     def __init__(self, run: StageRun) -> None:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -128,7 +128,7 @@ class FurtherTrackers:
         self._open[name, key].metrics(step, values)
 
     def _tried(self, name: str, act: Callable[[], None]) -> None:
-        """Act; after an error the tracker gets nothing more from this run."""
+        """Call an action of a tracker; after an error, that tracker is skipped for the rest of this run."""
         if name in self._failed:
             return
         try:

@@ -101,7 +101,7 @@ class MemoryTracker:
     def stage(
         self, label: str, *, key: str, params: Mapping[str, Any], tags: Mapping[str, str], fresh: bool = False
     ) -> MemoryStageTracker:
-        """Return the tracker of the stage with `key`; the same one if it was opened before, unless it is `fresh`."""
+        """The tracker of the stage with `key`; the same one if it was opened before, unless it is `fresh`."""
         if fresh:
             self.stages.pop(key, None)
         tracker = self.stages.setdefault(key, MemoryStageTracker(label=label, key=key))
@@ -129,8 +129,8 @@ class MemoryTracker:
         self.status, self.note = status, note
 
     def leave(self) -> None:
-        """Leave the run as it is."""
+        """Leave the run unchanged."""
 
     def url(self, run_id: str) -> str:
-        """Return an identifier of the run in the form of a URL; nothing is served there."""
+        """An identifier of the run in the form of a URL; nothing is served there."""
         return f"memory:///runs/{run_id}"

@@ -52,7 +52,7 @@ class MlflowTracker:
     """One pipeline run. `uri` is a server (`http://127.0.0.1:5000`) or a database (`sqlite:////data/mlflow.db`).
 
     `artifact_root` is where a new experiment keeps its files; None leaves that to the server. `spool` is the folder for
-    undelivered records: on this machine, shared by runs, by default beside the database or the root. `place` names the
+    undelivered records: on this machine, shared by runs, by default next to the database or the root. `place` names the
     MLflow behind `uri` if it has several addresses: a run through the database then delivers the records that a run
     through the server left. `join` is the token of a run that another process opened and will end. `store` is the
     folder of the artifact store, from which MLflow loads registered policies. `further` trackers get the metrics, too.
@@ -82,17 +82,17 @@ class MlflowTracker:
 
     @property
     def run_id(self) -> str:
-        """Return the run's id, or "" until the server has been reached."""
+        """The run's id, or "" until the server has been reached."""
         return self._id_of(self._token)
 
     @property
     def token(self) -> str:
-        """Return our own name of the run, with which another process can join it."""
+        """Our own name of the run, with which another process can join it."""
         return self._token
 
     @property
     def offline(self) -> bool:
-        """Return whether the server was away at the last attempt; records then wait in the spool."""
+        """Whether the server was away at the last attempt; records then wait in the spool."""
         return self._outbox.offline
 
     def start(self, name: str, *, run_id: str | None, params: Mapping[str, Any], tags: Mapping[str, str]) -> str:
@@ -125,7 +125,7 @@ class MlflowTracker:
 
     @property
     def parent(self) -> MlflowStageTracker:
-        """Return the tracker of the parent run itself: of its own metrics, tables and files."""
+        """The tracker of the parent run itself: its own metrics, tables and files."""
         return MlflowStageTracker(self, self._token)
 
     def tag(self, tags: Mapping[str, str]) -> None:
@@ -151,7 +151,7 @@ class MlflowTracker:
         self._further.close()
 
     def url(self, run_id: str) -> str:
-        """Return the address of a run."""
+        """Address of a run."""
         return run_url(self._uri, self._delivery.experiment_id, run_id)
 
     def _open(
@@ -184,7 +184,7 @@ class MlflowStageTracker(StageTracker):
 
     @property
     def run_id(self) -> str:
-        """Return the run's id, or "" until the server has been reached."""
+        """The run's id, or "" until the server has been reached."""
         return self._tracker._id_of(self._key)
 
     @property
@@ -268,7 +268,7 @@ class EndedRun:
 def end_dead_runs(client: Any, experiment_id: str, *, experiment: str = "") -> list[EndedRun]:
     """End the RUNNING runs whose process is gone as KILLED; return them.
 
-    Only processes of this machine are checked: those of another machine may still be alive.
+    Only processes of this machine are checked: processes of another machine may still be alive.
     """
     ended = []
     for run in client.search_runs([experiment_id], filter_string="attributes.status = 'RUNNING'"):

@@ -38,7 +38,7 @@ class TrackingError(RlhfError, RuntimeError):
 
 
 def import_mlflow() -> Any:
-    """Return MLflow, imported with our settings. It takes 3 s, so the thread that delivers records does it."""
+    """Import MLflow with our settings. It takes 3 s, so the thread that delivers records does it."""
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
     import mlflow  # reads the settings when it is imported
@@ -48,7 +48,7 @@ def import_mlflow() -> Any:
 
 
 def open_client(uri: str) -> Any:
-    """Return an MlflowClient of `uri`; a missing SQLite database is created (4-6 s, once)."""
+    """Open an MlflowClient of `uri`; a missing SQLite database is created (4-6 s, once)."""
     mlflow = import_mlflow()
     # We report a locked or full database ourselves, in one line, and retry.
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
@@ -66,7 +66,7 @@ def open_client(uri: str) -> Any:
 
 
 def database_file(uri: str) -> Path | None:
-    """Return the file of a SQLite database; None if `uri` is something else.
+    """The file of a SQLite database; None if `uri` is something else.
 
     >>> database_file("sqlite:////data/mlflow.db"), database_file("http://127.0.0.1:5000")
     (PosixPath('/data/mlflow.db'), None)
@@ -81,7 +81,7 @@ def is_missing_database(uri: str) -> bool:
 
 
 def in_one_line(error: Exception) -> str:
-    """Return type and first line of an error, without secrets."""
+    """Type and first line of an error, without secrets."""
     return without_secrets(f"{type(error).__name__}: {error}".splitlines()[0][:300])
 
 
@@ -96,7 +96,7 @@ def tracking_errors(uri: str, *, name: str = "MLflow") -> Iterator[None]:
 
 
 def experiment_id(client: Any, name: str, files: Path | None, *, tags: Mapping[str, str]) -> str:
-    """Return the id of an experiment, which is created if it does not exist; its files are below `files`.
+    """Find the id of an experiment, which is created if it does not exist; its files are below `files`.
 
     None leaves their place to the server.
     """
@@ -152,7 +152,7 @@ def create_database(path: Path) -> None:
 
 
 def get_run(client: Any, run_id: str) -> Any:
-    """Return a run; None if it is gone."""
+    """Look up a run; None if it is gone."""
     try:
         return client.get_run(run_id)
     except Exception as error:
@@ -167,12 +167,12 @@ TRAINING = "?workflowType=machine_learning"
 
 
 def run_path(experiment_id: str, run_id: str) -> str:
-    """Return the address of a run in MLflow's pages, whatever the address of the server is."""
+    """Address of a run in MLflow's pages, independent of the server's address."""
     return f"#/experiments/{experiment_id}/runs/{run_id}{TRAINING}"
 
 
 def run_url(uri: str, experiment_id: str, run_id: str) -> str:
-    """Return the address of a run in the web interface, or `runs:/<id>` where there is no server."""
+    """Address of a run in the web interface, or `runs:/<id>` without a server."""
     if uri.startswith(("http://", "https://")):
         return without_secrets(f"{uri.rstrip('/')}/{run_path(experiment_id, run_id)}")
     return f"runs:/{run_id}"
@@ -188,13 +188,13 @@ _FIELDS = ("host", "boot_id", "pid_namespace", "pid", "pid_started")
 
 
 def owner_tags() -> dict[str, str]:
-    """Return the tags of a run that this process drives."""
+    """Tags of a run that this process drives."""
     process = leases.ourselves()
     return {f"owner.{name}": str(getattr(process, name)) for name in _FIELDS} | {USER_TAG: user_name()}
 
 
 OWNER_TAG = "rlhf.owner"
-"""Tag of a run with those of its process in JSON, so that the page of the run does not begin with them."""
+"""Tag of a run with the facts of its process in JSON, so that the page of the run does not begin with them."""
 
 
 def in_one_tag() -> dict[str, str]:
@@ -204,7 +204,7 @@ def in_one_tag() -> dict[str, str]:
 
 
 def from_tags(values: Mapping[str, str]) -> Owner | None:
-    """The owner that `owner_tags` described, in one tag or several; None if the run is not one of ours.
+    """The owner that `owner_tags` described, in one tag or several; None if the run is not ours.
 
     It never expires: the tags have no heartbeat, so whether a process of another machine is alive cannot be decided.
     """

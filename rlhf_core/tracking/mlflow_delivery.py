@@ -31,7 +31,7 @@ ATTEMPT_TAG = "attempt"
 NOTE_TAG = "mlflow.note.content"
 PARENT_TAG = "mlflow.parentRunId"
 STAGES_TAG, STAGE_TAG = "rlhf.stages", "stage."
-"""Tag of a pipeline's run with the runs of its stages by label, in JSON; beginning of a tag with one of them."""
+"""Tag of a pipeline's run with the runs of its stages by label, in JSON; beginning of a tag with a single run."""
 KIND = {"mlflow.experimentKind": "custom_model_development"}
 """Tag that shows an experiment on MLflow's training pages instead of those for applications."""
 TABLES_TAG = "mlflow.loggedArtifacts"
@@ -40,7 +40,7 @@ VERSIONS_TAG = "mlflow.modelVersions"
 
 _NOT_IN_METRICS = re.compile(r"[^\w.\- :/]")
 """Characters that MLflow refuses in the name of a metric, and with it all metrics of the request: `pass@1` has one."""
-_RUN_LINK = re.compile(r"\(runs:/([0-9a-f]{32})")  # as `run_url` writes it where there is no server
+_RUN_LINK = re.compile(r"\(runs:/([0-9a-f]{32})")  # as `run_url` writes it without a server
 METRICS_PER_REQUEST = 1000  # limit of `log_batch`
 PARAMS_PER_REQUEST = 100  # limit of `log_batch`
 DATASET_DIGEST = 32
@@ -136,7 +136,7 @@ class Delivery:
         return self._client
 
     def _may_recover(self, error: Exception, record: Record) -> bool:
-        """Return whether the record may succeed later: not if MLflow refused it, nor if it alone keeps failing."""
+        """Whether the record may succeed later: not if MLflow refused it, nor if it alone keeps failing."""
         if self._client is None or getattr(error, "error_code", "") == _BUSY:
             return True
         if isinstance(error, (FileNotFoundError, KeyError, TypeError)) or getattr(error, "error_code", "") in _REFUSED:
@@ -160,7 +160,7 @@ class Delivery:
         self._opened.add(self._open(client, record, found, record["name"], tags).run_id)
 
     def _open_stage(self, client: Any, record: Record) -> None:
-        """Open the run of a stage: that of its key, which later attempts continue, or a fresh one."""
+        """Open the run of a stage: its key's run, which later attempts continue, or a fresh one."""
         parent = self._run(client, record["parent"])
         key, label = record["run"], record["label"]
         # The record of a fresh run may be delivered twice; the second time, the run of this attempt exists.
@@ -246,7 +246,7 @@ class Delivery:
         client.set_terminated(run.run_id, status=record["status"])
 
     def _linked(self, client: Any, note: str) -> str:
-        """Return a description whose links to MLflow's pages work there, whatever the server's address will be."""
+        """Rewrite the links of a description to MLflow's pages so that they work under any server address."""
 
         def link(found: re.Match[str]) -> str:
             run = get_run(client, found[1])  # a hit may be of another experiment
@@ -255,12 +255,12 @@ class Delivery:
         return _RUN_LINK.sub(link, note).replace(f"({without_secrets(self._uri).rstrip('/')}/#/", "(#/")
 
     def _is_anothers(self, client: Any, run: Run) -> bool:
-        """Return whether another process has opened the stage's run since: it took the stage over and will end it."""
+        """Whether another process has opened the stage's run since: it took the stage over and will end it."""
         attempt = client.get_run(run.run_id).data.tags.get("attempt.id")
         return KEY_TAG in run.tags and bool(attempt != run.tags.get("attempt.id"))
 
     def _run(self, client: Any, token: str) -> Run:
-        """Return the run with our name `token`; a run that an earlier process opened is found by its tag."""
+        """Find the run with our name `token`; a run that an earlier process opened is found by its tag."""
         if token not in self.runs:
             found = self._search(client, KEY_TAG, token) or self._search(client, RUN_TAG, token)
             if found is None:
@@ -337,7 +337,7 @@ class Delivery:
         run.tags |= record["tags"]
 
     def _register(self, client: Any, record: Record) -> None:
-        """Make a version of the registered model for a digest, or find the version that has it, and set its aliases."""
+        """Find the version of the registered model with a digest, or create it, and set its aliases."""
         name, digest = registry_name(record["name"]), record["digest"]
         run = self._run(client, record["run"])
         # Records of earlier versions have no uri.
@@ -396,7 +396,7 @@ class Delivery:
         return str(model.model_id)
 
     def _made_model(self, client: Any, name: str, digest: str, uri: str, run_id: str) -> str:
-        """Return the id of the model with this digest, which can be loaded from `uri`; create it if missing."""
+        """Find the id of the model with this digest, which can be loaded from `uri`; create it if missing."""
         model_id = self._find_model(client, digest)
         if model_id is None:
             return self._create_model(client, name, digest, uri, run_id)
@@ -407,18 +407,18 @@ class Delivery:
 
 
 def registry_name(name: str) -> str:
-    """Return `name` with the characters that the registry refuses replaced."""
+    """Replace the characters in `name` that the registry refuses."""
     return re.sub(r"[/:]", "-", name)
 
 
 def _version_of(client: Any, name: str, digest: str) -> Any:
-    """Return the version of a registered model with this digest; None if there is none."""
+    """Find the version of a registered model with this digest; None if it does not exist."""
     versions = client.search_model_versions(f"name = '{name}'")
     return next((version for version in versions if version.tags.get(DIGEST_TAG) == digest), None)
 
 
 def _why_refused(error: Exception) -> str:
-    """Return why a first contact failed, with a remedy, if waiting cannot help; "" if the server may just be away."""
+    """Explain why a first contact failed, with a remedy, if waiting cannot help; "" if the server may just be away."""
     if getattr(error, "error_code", "") in ("UNAUTHENTICATED", "PERMISSION_DENIED"):
         remedy = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN, of a user who may write there"
         return f"refuses this user ({without_secrets(_first_line(error))}); {remedy}"
@@ -436,7 +436,7 @@ def _as_run(entity: Any) -> Run:
 
 
 def _same_run_metrics(records: Sequence[Record]) -> list[Record]:
-    """Return the metrics records at the front that belong to one run."""
+    """Select the metrics records at the front that belong to one run."""
     batch: list[Record] = []
     for record in records:
         if record["op"] != "metrics" or record["run"] != records[0]["run"]:

@@ -64,12 +64,12 @@ class Outbox:
 
     @property
     def offline(self) -> bool:
-        """Return whether the last delivery found no server."""
+        """Whether the last delivery found no server."""
         return self._offline
 
     @property
     def refused(self) -> Refused | None:
-        """Return why the last delivery was refused, until the server accepts one."""
+        """The reason why the last delivery was refused, until the server accepts one."""
         return self._refused
 
     def append(self, record: Record) -> None:
@@ -114,7 +114,7 @@ class Outbox:
             self._condition.notify_all()
         self._thread.join(timeout=timeout_s)
         with self._condition:
-            left = len(self._queue)  # what was under way when the time was up may have arrived since
+            left = len(self._queue)  # records in flight when the time was up may have arrived since
             if not left:
                 self._path.unlink(missing_ok=True)
             self._file.close()
@@ -162,7 +162,7 @@ class Outbox:
             return not self._closing
 
     def _drain(self) -> None:
-        """Deliver all records. Those that a delivery finished leave the spool file once none is left."""
+        """Deliver all records. Delivered records leave the spool file once none is left."""
         while True:
             with self._condition:
                 records = [self._queue[index] for index in range(min(len(self._queue), FLUSH_POINTS))]
@@ -209,7 +209,7 @@ def _points(record: Record) -> int:
 
 
 def _read(file: IO[str]) -> list[Record]:
-    """Return the complete records of a spool file; a line that a kill or a full disk cut short is left out."""
+    """Load the complete records of a spool file; a line cut short by a kill or a full disk is left out."""
     records = []
     for line in file:
         try:

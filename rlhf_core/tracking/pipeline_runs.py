@@ -26,9 +26,9 @@ class TrackedRun:
 
 
 def find_run(uri: str, wanted: str) -> TrackedRun | None:
-    """Return the newest pipeline run with this id or name; the part of a name in brackets may be left out.
+    """Find the newest pipeline run with this id or name; the part of a name in brackets may be left out.
 
-    Returns None if there is none. Raises TrackingError if MLflow does not answer.
+    Returns None if none matches. Raises TrackingError if MLflow does not answer.
     """
     if is_missing_database(uri):
         return None
@@ -39,9 +39,10 @@ def find_run(uri: str, wanted: str) -> TrackedRun | None:
 
 
 def close_runs(uri: str, flow_runs: Sequence[str]) -> None:
-    """Tag the runs of these Prefect runs that have not finished as closed: a later run has finished their work.
+    """Tag the unfinished MLflow runs of these Prefect runs as closed, because a later run has finished their work.
 
-    MLflow's status is how a process ended, which stays unless the run waits. A tracker that does not answer is logged.
+    MLflow's status records how a process ended; it is kept unless the run waits. A tracker that does not answer is
+    logged.
     """
     try:
         client = open_client(uri)
@@ -53,7 +54,7 @@ def close_runs(uri: str, flow_runs: Sequence[str]) -> None:
                     client.set_tag(run.info.run_id, "state.message", "a later run has finished it")
                     if run.info.status == "SCHEDULED":  # nothing is left to wait for
                         client.set_terminated(run.info.run_id, status="FINISHED", end_time=run.info.end_time)
-    except Exception as error:  # the run has finished, whatever its page shows
+    except Exception as error:  # the run has finished, even if its page does not show it
         logger.warning("tracking: earlier runs may be shown as unfinished: %s", error)
 
 
@@ -106,7 +107,7 @@ def _search(client: Any, wanted: str) -> Any:
 
 
 def _means(wanted: str, name: str) -> bool:
-    """Return whether `wanted` is this name, or the name without its part in brackets.
+    """Whether `wanted` is this name, or the name without its part in brackets.
 
     In the filter, `_` stands for any letter, and databases differ in whether case counts.
     """

@@ -30,7 +30,7 @@ class PolicyModel:
         ).eval()
 
     def predict(self, model_input: Any, params: Mapping[str, Any] | None = None) -> list[str]:
-        """Return an answer to each conversation; `params` are those of `generate` in transformers.
+        """Generate an answer to each conversation; `params` are passed to `generate` of transformers.
 
         `model_input` is one conversation (a list of messages), a list of conversations, texts of users, or a DataFrame
         whose first column holds any of these.
@@ -45,7 +45,7 @@ class PolicyModel:
 
 
 def read_conversations(model_input: Any) -> list[list[Mapping[str, str]]]:
-    """Return the conversations that MLflow was given.
+    """Parse the conversations that MLflow was given.
 
     >>> read_conversations("Hi") == read_conversations([{"role": "user", "content": "Hi"}])
     True
@@ -61,7 +61,7 @@ def read_conversations(model_input: Any) -> list[list[Mapping[str, str]]]:
 
 
 def _load_pyfunc(path: str) -> PolicyModel:
-    """Return the policy that the file in `path` refers to: the function that MLflow calls."""
+    """Load the policy that the file in `path` refers to: the function that MLflow calls."""
     file = Path(path) / REFERENCE if Path(path).is_dir() else Path(path)
     folder = Path(json.loads(file.read_text(encoding="utf-8"))["folder"])
     if not folder.is_dir():

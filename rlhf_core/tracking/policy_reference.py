@@ -13,7 +13,7 @@ _STORE, _FILE = "store://", "file://"
 
 
 def folder_of(uri: str, store: Path | None) -> Path | None:
-    """Return the folder of a policy from its uri; None without a store, or if it is no causal language model."""
+    """Find the folder of a policy from its uri; None without a store, or if it is no causal language model."""
     if uri.startswith(_FILE):
         folder = Path(uri.removeprefix(_FILE))
     elif uri.startswith(_STORE) and store is not None:
@@ -29,7 +29,7 @@ def folder_of(uri: str, store: Path | None) -> Path | None:
 
 
 def save_model_file(mlflow: Any, client: Any, model: Any, policy: Path | None) -> None:
-    """Write the MLmodel file of a logged model, which the registry requires; with a policy, one that loads it."""
+    """Write the MLmodel file of a logged model, which the registry requires; with a policy, the file loads it."""
     with tempfile.TemporaryDirectory() as folder:
         spec = mlflow.models.utils.get_external_mlflow_model_spec(model)
         if policy is None:

@@ -15,7 +15,7 @@ _ODD = re.compile(r"[^\w\-. :/]")
 
 
 def flatten(values: Mapping[str, Any] | BaseModel) -> dict[str, str]:
-    """Return dotted key -> text of every leaf, with secrets hidden and values cut to MLflow's limits.
+    """Flatten to dotted key -> text of every leaf, with secrets hidden and values cut to MLflow's limits.
 
     >>> flatten({"ppo": {"kl_coef": 0.05, "hf_token": "abc"}, "seed": 17})
     {'ppo.kl_coef': '0.05', 'ppo.hf_token': '***', 'seed': '17'}
@@ -25,7 +25,7 @@ def flatten(values: Mapping[str, Any] | BaseModel) -> dict[str, str]:
 
 
 def tags(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return `values` as tags: text with secrets hidden, cut to MLflow's limits."""
+    """Convert `values` to tags: text with secrets hidden, cut to MLflow's limits."""
     return {
         _ODD.sub("_", key)[:KEY_CHARACTERS]: str(hidden(key, value))[:TAG_CHARACTERS] for key, value in values.items()
     }

@@ -1,8 +1,9 @@
 """Queues of MLflow's Review page, where people answer one question about each of a list of texts.
 
 Everything is found again by its name or tags before it is made, so a process that was killed half-way leaves nothing
-twice. A question is never changed under people who answer it: one with another instruction is another label schema, with
-queues of its own, and answers to the first are found again with its instruction. MLflow's queues are experimental since 3.14; tried with 3.17.
+twice. A question is never changed under people who answer it: a question with another instruction is another label
+schema with separate queues, and answers to the first are found again with its instruction. MLflow's queues are
+experimental since 3.14; tried with 3.17.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -49,7 +50,7 @@ class ReviewQuestion:
 
     @property
     def digest(self) -> str:
-        """Return a short digest of its displayed content."""
+        """A short digest of its displayed content."""
         return sha256_text("\n".join((self.instruction, *self.options)))[:8]
 
 
@@ -77,7 +78,7 @@ class QueueState:
 
 @dataclass(frozen=True, slots=True)
 class ReviewedQueue:
-    """A queue of an experiment, with the number of its items and of those that are done."""
+    """A queue of an experiment, with the number of its items and of the finished ones."""
 
     name: str
     user: str
@@ -99,7 +100,7 @@ class JudgedItem:
 
 @dataclass(frozen=True, slots=True)
 class ReviewPage:
-    """All that a page for a queue shows."""
+    """The content of a page for a queue."""
 
     instruction: str
     options: tuple[str, ...]
@@ -109,7 +110,7 @@ class ReviewPage:
 def review_queue(
     uri: str, *, experiment: str, name: str, user: str, question: ReviewQuestion, items: Sequence[ReviewItem]
 ) -> QueueState:
-    """Return the state of the queue `name` of `user` behind `uri`; missing parts are created.
+    """Open the queue `name` of `user` behind `uri` and read its state; missing parts are created.
 
     Raises ReviewError if MLflow does not answer, or cannot hold the whole texts.
     """
@@ -166,7 +167,7 @@ class ReviewQueues:
         return QueueState(url, queue.creation_time_ms / 1000, len(items), done, tuple(answers))
 
     def queues(self) -> list[ReviewedQueue]:
-        """Return the queues of the experiment, oldest first."""
+        """The queues of the experiment, oldest first."""
         found = []
         for one in _pages(
             lambda token: self._queues.list_review_queues(experiment_id=self._experiment, page_token=token)
@@ -178,7 +179,7 @@ class ReviewQueues:
         return sorted(found, key=lambda one: one.created_s)
 
     def read(self, name: str) -> ReviewPage:
-        """Return the question and the items of a queue, with the answers that count now."""
+        """Read the question and the items of a queue, with the answers that count now."""
         queue, schema = self._parts(name)
         traces = {info.trace_id: info for info in self._traces(name).values()}
         items = []
@@ -205,14 +206,14 @@ class ReviewQueues:
         self._queues.set_review_queue_item_status(queue.queue_id, item_id=trace, status="complete", completed_by=user)
 
     def _parts(self, name: str) -> tuple[Any, Any]:
-        """Return the queue of a name and the label schema of its question."""
+        """Find the queue of a name and the label schema of its question."""
         queue = self._queues.get_review_queue(name=name, experiment_id=self._experiment)
         return queue, self._schemas.get_label_schema(schema_id=queue.schema_ids[0])
 
     # ---------------------------------------------------------------- found, or made
 
     def _ensure_traces(self, queue: str, items: Sequence[ReviewItem]) -> dict[str, Any]:
-        """Return item -> its trace. The page shows the previews, so they must be stored whole."""
+        """Map item -> its trace, created if missing. The page shows the previews, so they must be stored whole."""
         found = self._traces(queue)
         missing = [one for one in items if one.id not in found]
         if not missing:
@@ -256,7 +257,7 @@ class ReviewQueues:
         return {info.tags[ITEM_TAG]: info for info in sorted(infos, key=lambda info: -info.request_time)}
 
     def _ensure_schema(self, question: ReviewQuestion) -> Any:
-        """Return the label schema that shows the question: named as the question, or with a digest if it differs from that."""
+        """Find or create the question's label schema: named as the question, plus a digest if it differs."""
         first = self._schema(question.name)
         name = question.name if first is None or self._shows(first, question) else f"{question.name} {question.digest}"
         return (first if name == question.name else self._schema(name)) or self._schemas.create_label_schema(
@@ -295,7 +296,7 @@ class ReviewQueues:
             raise
 
     def _url(self, queue_id: str) -> str:
-        """Return the address of the queue's page, "" without a server."""
+        """Address of the queue's page, "" without a server."""
         if not self._uri.startswith(("http://", "https://")):
             return ""
         page = f"#/experiments/{self._experiment}/review-queue?selectedQueueId={queue_id}"
@@ -313,7 +314,7 @@ def _pages(read: Callable[[str | None], Any]) -> Iterator[Any]:
 
 
 def _answer(item: str, trace: Any, question: str) -> ReviewAnswer | None:
-    """Return the newest answer to the question on a trace; None if it was completed without one."""
+    """The newest answer to the question on a trace; None if it was completed without one."""
     given: list[Any] = [
         one for one in trace.assessments if one.name == question and one.valid is not False and one.feedback is not None
     ]

@@ -18,7 +18,7 @@ BLOCK = 2**12  # 4096 additions lose at most 4096 * 2^-24 = 2.4e-4 of their sum
 
 
 def parameter_groups(module: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
-    """Return the non-empty groups of trained parameters: matrices with decay, vectors (norms, biases) without."""
+    """Divide the trained parameters into non-empty groups: matrices with decay, vectors (norms, biases) without."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in trained if _dimensions(p) >= 2], "weight_decay": weight_decay},
@@ -28,12 +28,12 @@ def parameter_groups(module: nn.Module, *, weight_decay: float) -> list[dict[str
 
 
 def _dimensions(parameter: Any) -> int:
-    """Return the number of dimensions of a parameter, of which ZeRO 3 may have left a flat part."""
+    """Number of dimensions of a parameter, of which ZeRO 3 may have left a flat part."""
     return len(parameter.ds_shape if hasattr(parameter, "ds_shape") else parameter.shape)
 
 
 def adamw(module: nn.Module, config: OptimizerConfig, *, fused: bool) -> torch.optim.AdamW:
-    """Return plain AdamW (arXiv 1711.05101) over `module`, for engines that clip and check gradients themselves."""
+    """Build plain AdamW (arXiv 1711.05101) over `module`, for engines that clip and check gradients themselves."""
     return torch.optim.AdamW(
         parameter_groups(module, weight_decay=config.weight_decay),
         lr=config.learning_rate,
@@ -44,7 +44,7 @@ def adamw(module: nn.Module, config: OptimizerConfig, *, fused: bool) -> torch.o
 
 
 def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """Return the norm of all `gradients` together. It stores norms of blocks, but no copy of a gradient.
+    """Norm of all `gradients` together. It stores norms of blocks, but no copy of a gradient.
 
     In a single sum on a CPU, the squares of 40 million elements lose 0.6 % of their sum.
 
@@ -86,7 +86,7 @@ class ClippedAdamW(torch.optim.AdamW):
 
 
 def _shortened(gradient: Tensor) -> Tensor:
-    """Return a tensor with the norm of `gradient` and at most `LONGEST` elements: itself, or norms of its blocks."""
+    """Reduce `gradient` to at most `LONGEST` elements with the same norm: itself, or norms of its blocks."""
     while gradient.numel() > LONGEST:
         flat = gradient.reshape(-1)
         whole = flat.numel() // BLOCK * BLOCK
@@ -103,7 +103,7 @@ Schedule = Literal["cosine", "linear", "constant"]
 def learning_rate(
     step: int, *, total_steps: int, peak: float, schedule: Schedule, warmup_fraction: float, min_fraction: float
 ) -> float:
-    """Return the rate of optimizer step `step` (0-based) of `total_steps`, the exact number of optimizer steps.
+    """Learning rate of optimizer step `step` (0-based) of `total_steps`, the exact number of optimizer steps.
 
     The warm-up takes ceil(warmup_fraction * total_steps) steps. Its first rate is above zero, and its last is the peak.
     The rate then falls from `peak` towards `min_fraction * peak`, which it would reach at step `total_steps`. The rate
@@ -135,7 +135,7 @@ def learning_rate(
 
 
 def scheduled_rate(optimizer: OptimizerConfig, step: int, total_steps: int) -> float:
-    """Return the `learning_rate` of a step for an optimizer configuration."""
+    """The `learning_rate` of a step for an optimizer configuration."""
     return learning_rate(
         step,
         total_steps=total_steps,

@@ -13,7 +13,7 @@ ROWS = "router/rows"
 
 
 def shares(lengths: Sequence[int], world: int) -> list[list[int]]:
-    """Return the indices of each rank's samples, dealt by length in alternating direction so that the work is balanced.
+    """Deal the indices of samples to ranks, by length in alternating direction so that the work is balanced.
 
     The numbers of samples of two ranks differ by at most one. A single rank keeps the order.
 
@@ -27,7 +27,7 @@ def shares(lengths: Sequence[int], world: int) -> list[list[int]]:
 
 
 def is_maximum(name: str) -> bool:
-    """Return whether a metric is the maximum over its parts (micro-batches, ranks, optimizer steps).
+    """Whether a metric is the maximum over its parts (micro-batches, ranks, optimizer steps).
 
     The name alone decides. Every other metric is a share of its step: shares are summed, and steps are averaged.
 
@@ -38,9 +38,9 @@ def is_maximum(name: str) -> bool:
 
 
 def reduce(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the metrics of a step from those of its ranks: sums, or maxima (`is_maximum`).
+    """Combine the metrics of a step over its ranks: sums, or maxima (`is_maximum`).
 
-    Use it for the metrics of `forward_backward` and `loss`; those of `optim_step` are the same on every rank.
+    Use it for the metrics of `forward_backward` and `loss`; metrics of `optim_step` are the same on every rank.
 
     >>> reduce([{"loss": 0.25, "ratio_max": 1.5}, {"loss": 0.5, "ratio_max": 1.25}])
     {'loss': 0.75, 'ratio_max': 1.5}
@@ -56,7 +56,7 @@ def reduce(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def averaged(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the combined metrics of several optimizer steps: means, or maxima (`is_maximum`).
+    """Combine the metrics of several optimizer steps: means, or maxima (`is_maximum`).
 
     >>> averaged([{"loss": 0.25, "ratio_max": 1.5}, {"loss": 0.75, "ratio_max": 1.25}])
     {'loss': 0.5, 'ratio_max': 1.5}
@@ -65,7 +65,7 @@ def averaged(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def step_counts(objective: Any, samples: Samples) -> dict[str, float]:
-    """Return the denominators of `objective` over a whole step, and the number of token rows for a router's balance.
+    """Count the denominators of `objective` over a whole step, and the token rows for a router's balance.
 
     The objective's own number of token rows takes precedence, if any, because `samples` are then a part of the step.
     """

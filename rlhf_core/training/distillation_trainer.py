@@ -28,16 +28,16 @@ class PartOfStep:
     counts: Mapping[str, float]
 
     def denominators(self, samples: Sequence[Any]) -> dict[str, float]:
-        """Return the counts of the whole step."""
+        """The counts of the whole step."""
         return dict(self.counts)
 
     def compute(self, model: PlacedModel, samples: Sequence[Any], denominators: Mapping[str, float]) -> LossOutput:
-        """Return the objective's share of `samples`."""
+        """Compute the objective's share of `samples`."""
         return self.objective.compute(model, samples, denominators)
 
 
 def _of_student(method: Callable[Concatenate[Trainer, P], T]) -> Callable[Concatenate[DistillationTrainer, P], T]:
-    """Return a method that calls `method` on the student."""
+    """Build a method that calls `method` on the student."""
 
     @functools.wraps(method)
     def call(self: DistillationTrainer, *arguments: P.args, **keywords: P.kwargs) -> T:
@@ -63,7 +63,7 @@ class DistillationTrainer:
         return self._reduced(self._student.forward_backward, samples, objective)
 
     def loss(self, samples: Any, objective: Any) -> Metrics:
-        """Return the metrics without computing gradients."""
+        """Evaluate the metrics without computing gradients."""
         return self._reduced(self._student.loss, samples, objective)
 
     def _reduced(self, method: Callable[[Any, PartOfStep], Metrics], samples: Any, objective: Any) -> Metrics:

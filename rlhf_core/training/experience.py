@@ -266,11 +266,12 @@ def split_into_blocks(experience: Experience, config: PPOConfig) -> list[slice]:
 
 
 def add_distillation(rewarded_BT: Tensor, experience: Experience, *, reward_weight: float) -> tuple[Tensor, Metrics]:
-    """Add the advantages of on-policy distillation to those of the rewards, which get `reward_weight`.
+    """Add the advantages of on-policy distillation to the advantages from rewards, which get `reward_weight`.
 
-    A_t = sum_m w_m (log pi_m - log pi_old) + reward_weight * A_t(rewards), with the teachers pi_m. Over the policy's own
-    tokens the gradient is that of sum_m w_m KL(pi || pi_m) at each token, the tokens before it being given (arXiv
-    2306.13649 with the reverse KL). `teacher/kl` is the mean over the tokens of -A_t, `teacher/kl/<name>` that of one teacher.
+    A_t = sum_m w_m (log pi_m - log pi_old) + reward_weight * A_t(rewards), with the teachers pi_m. Over the policy's
+    own tokens the gradient equals the gradient of sum_m w_m KL(pi || pi_m) at each token, given the tokens before it
+    (arXiv 2306.13649 with the reverse KL). `teacher/kl` is the mean over the tokens of -A_t, `teacher/kl/<name>` the
+    mean for one teacher.
     """
     mask_BT = experience.pad(experience.sequences.loss_mask)
     old_BT = experience.pad(experience.sequences.fields["old_logprobs"])
@@ -310,7 +311,7 @@ def estimate_step(
     kl_coef: float,
     seed: int,
 ) -> StepAdvantages:
-    """Estimate the advantages of a measured step, and choose what is trained on.
+    """Estimate the advantages of a measured step, and choose the rows for training.
 
     `turn_weights` and `greedy` (for remax) have one number per answer; `seed` is for losses that draw tokens.
     """
@@ -352,7 +353,7 @@ def drop_by_loss(
 ) -> tuple[Tensor, float]:
     """Set the advantages that `loss` removes, by the step as a whole, to 0; also compute the fraction of removed tokens.
 
-    Only `rows` take part: tokens that are in no loss must not take the place of others in what the loss draws.
+    Only `rows` take part: tokens that are in no loss must not displace others when the loss draws tokens.
     """
     if not len(rows):
         return advantages_BT, 0.0
@@ -399,7 +400,7 @@ def move_to_turns(rewards_BT: Tensor, turns: Sequence[Sequence[ActionSpan]], wei
 
 
 def _kl_metrics(blocks: Sequence[PaddedAnswers]) -> Metrics:
-    """How far the policy is from the reference; {} without one."""
+    """Distance of the policy from the reference; {} without a reference."""
     if "ref_logprobs" not in blocks[0].experience.sequences.fields:
         return {}
     tokens = sum(block.mask_BT.sum() for block in blocks)

@@ -1,4 +1,4 @@
-"""Export the model on the way, after every k-th step, in the layout of Hugging Face: policies beside the last one."""
+"""Export the model on the way, after every k-th step, in the layout of Hugging Face, in addition to the last policy."""
 
 import shutil
 from collections.abc import Collection
@@ -12,7 +12,7 @@ NEXT = "next"
 
 
 def export_folder(artifact: Path, step: int) -> Path:
-    """Return the folder of the model after `step` in the artifact of a training.
+    """The folder of the model after `step` in the artifact of a training.
 
     >>> export_folder(Path("ppo"), 20).as_posix()
     'ppo/exports/step_000020'
@@ -22,13 +22,13 @@ def export_folder(artifact: Path, step: int) -> Path:
 
 @dataclass(frozen=True)
 class Exports:
-    """The models after `steps`, kept in the folder `work` until the training ends: a resumed one has those from before."""
+    """The models after `steps`, kept in the folder `work` until the end; a resumed training keeps earlier ones."""
 
     steps: Collection[int]
     work: Path
 
     def after_step(self, step: int, trainer: Trainer) -> None:
-        """Export the model if `step` is one of those. A folder is there as a whole or not at all."""
+        """Export the model if `step` is an export step. A folder appears as a whole or not at all."""
         if step not in self.steps:
             return
         folder = export_folder(self.work, step)

@@ -28,19 +28,19 @@ LookAhead: TypeAlias = Callable[[Trainer, Sequence[Any]], tuple[Objective, list[
 
 @runtime_checkable
 class Carried(Protocol):
-    """A look-ahead that remembers something from step to step, which checkpoints keep."""
+    """A look-ahead with state that is kept from step to step, and in checkpoints."""
 
     def __call__(self, trainer: Trainer, samples: Sequence[Any]) -> tuple[Objective, list[Any]]:
-        """Look at a training step."""
+        """Process the samples of a training step."""
 
     def evaluated(self, trainer: Trainer, samples: Sequence[Any]) -> tuple[Objective, list[Any]]:
-        """Look at an evaluation, and remember nothing of it."""
+        """Process the samples of an evaluation, without changing the state."""
 
     def state(self) -> Mapping[str, Any]:
-        """Return its state as JSON values."""
+        """Its state as JSON values."""
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Remember the `state` of a checkpoint."""
+        """Restore the `state` of a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,13 @@ class FitResult:
 
 
 def total_steps(samples: int, loop: LoopConfig) -> int:
-    """Return the exact number of optimizer steps of `loop` over `samples` samples."""
+    """Count the exact number of optimizer steps of `loop` over `samples` samples."""
     steps = math.ceil(samples / loop.batch_size) * loop.epochs  # the last batch of an epoch may be smaller
     return min(steps, loop.max_steps) if loop.max_steps else steps
 
 
 def batch_at(step: int, samples: Sequence[Any], *, batch_size: int, seed: int) -> list[Any]:
-    """Return the samples of optimizer step `step`. `seed` orders each epoch, whose last batch may be smaller."""
+    """Select the samples of optimizer step `step`. `seed` orders each epoch, whose last batch may be smaller."""
     per_epoch = math.ceil(len(samples) / batch_size)
     epoch, position = divmod(step, per_epoch)  # step = epoch * per_epoch + position
     order = shuffled_indices(len(samples), derive_seed(seed, "order", epoch))
@@ -79,8 +79,8 @@ def fit(
 ) -> FitResult:
     """Train on `samples["train"]` and evaluate on `samples["eval"]`, from the newest checkpoint of this stage's key if any.
 
-    `look_ahead` receives all samples of a step (or of an evaluation) first, and may change them and the objective. What a
-    `Carried` one remembers is in the checkpoints. `exports` are written on the way.
+    `look_ahead` receives all samples of a step (or of an evaluation) first, and may change them and the objective. The
+    state of a `Carried` one is in the checkpoints. `exports` are written on the way.
 
     The trainer ends with the last weights, or with the best ones if `loop.keep_best` is set.
     """
@@ -137,9 +137,9 @@ def fit_and_measure(
     measure: Callable[[Trainer], Metrics],
     context: StageContext,
 ) -> tuple[FitResult, Metrics]:
-    """Train a reward model with `fit`, export it, and return the result and what `measure` finds of the exported weights.
+    """Train a reward model with `fit` and export it: the result, and the metrics of `measure` on the exported weights.
 
-    In bfloat16, merged adapters give other scores than adapters beside their weights; a model with them is loaded again.
+    In bfloat16, merged adapters give other scores than separate adapters; a model with them is loaded again.
     """
     with context.runtime.trainer("reward_model", model, optimizer) as trainer:
         result = fit(trainer, samples, objective, optimizer, loop, context)

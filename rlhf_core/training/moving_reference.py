@@ -2,10 +2,10 @@
 
 A moving one takes over the policy's weights, or a part of them, every n steps.
 
-TR-DPO (arXiv 2404.09656): with `mix` = 1 the reference is the policy of that step (hard update), below 1 the weighted mean
-of the two (soft update, eq. 4). The weights lie in a folder of the stage, those of a mean in float32 whatever the type of
-the models: a step of a small `mix` is lost in half precision, where the folder is rounded when it is loaded.
-Checkpoints have a copy of it.
+TR-DPO (arXiv 2404.09656): with `mix` = 1 the reference is the policy at that step (hard update), below 1 the weighted
+mean of the two (soft update, eq. 4). The weights lie in a folder of the stage, a mean in float32 for models of any
+type: a step of a small `mix` is lost in half precision, where the folder is rounded when it is loaded. Checkpoints have
+a copy of it.
 """
 
 import os
@@ -29,13 +29,13 @@ IN_CHECKPOINT = "reference"
 
 
 class AdaptersOff:
-    """The reference of a policy that trains adapters: the policy without them, which needs no model of its own."""
+    """The reference of a policy that trains adapters: the policy without them, so no separate model is needed."""
 
     def __init__(self, policy: Trainer) -> None:
         self._policy = policy
 
     def logprobs(self, samples: Sequences | Subset, *, temperature: float) -> NDArray[np.float32]:
-        """Return the log-probs of the policy as it was before training."""
+        """Compute the log-probs of the policy before training."""
         return self._policy.logprobs(samples, temperature=temperature, adapters=False)
 
 
@@ -55,7 +55,7 @@ class MovingReference:
         self._moved = False
 
     def logprobs(self, samples: Sequences | Subset, *, temperature: float) -> NDArray[np.float32]:
-        """Return the log-probs of the reference as it is now."""
+        """Compute the log-probs of the present reference."""
         return self._trainer.logprobs(samples, temperature=temperature)
 
     def after_step(self, step: int, policy: Trainer) -> None:
@@ -73,12 +73,12 @@ class MovingReference:
         self._trainer = self._opened(self._folder)
 
     def save(self, checkpoint: Path) -> None:
-        """Keep the weights in a checkpoint, if they are not those of the beginning."""
+        """Keep the weights in a checkpoint, unless they are still the initial ones."""
         if self._moved:
             shutil.copytree(self._folder, checkpoint / IN_CHECKPOINT, copy_function=_link)
 
     def load(self, checkpoint: Path) -> None:
-        """Go back to the weights of a checkpoint."""
+        """Restore the weights of a checkpoint."""
         shutil.rmtree(self._folder, ignore_errors=True)
         self._moved = (checkpoint / IN_CHECKPOINT).is_dir()
         if self._moved:
@@ -92,7 +92,7 @@ class MovingReference:
 
 
 def mix_weights(folder: Path, other: Path, *, part: float) -> None:
-    """Replace each tensor of `folder` by part * tensor + (1 - part) * that of `other`: arXiv 2404.09656.
+    """Replace each tensor of `folder` by part * tensor + (1 - part) * its counterpart in `other`: arXiv 2404.09656.
 
     Computed and stored in float32 where a tensor has fractions. ConfigError where `other` has other tensors.
     """

@@ -75,7 +75,7 @@ def _register() -> None:
 
 @lru_cache(maxsize=8)
 def _group(size: int) -> Any:
-    """Return the group of this rank. Every rank creates all groups in the same order."""
+    """The group of this rank. Every rank creates all groups in the same order."""
     rank, world = rank_and_world()
     groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world, size)]
     return groups[rank // size]
@@ -85,7 +85,7 @@ def _group(size: int) -> Any:
 
 
 def _cut(kwargs: dict[str, Any], group: Any) -> dict[str, Any]:
-    """Return the backbone's arguments for this rank's part of the rows, which are padded to a multiple of N."""
+    """Cut the backbone's arguments to this rank's part of the rows, which are padded to a multiple of N."""
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     ids_BL, positions_BL = kwargs["input_ids"], kwargs["position_ids"]
     length = ids_BL.shape[1]
@@ -101,7 +101,7 @@ def _cut(kwargs: dict[str, Any], group: Any) -> dict[str, Any]:
 
 
 def _mask(positions_BL: Tensor) -> Tensor | None:
-    """Return whether position l (third) sees position m (last) of its sample, or None if rows are not shared."""
+    """Whether position l (third) sees position m (last) of its sample, or None if rows are not shared."""
     starts_BL = positions_BL == 0
     if not bool(starts_BL[:, 1:].any()):
         return None
@@ -131,7 +131,7 @@ def _attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Return the heads' outputs [B, S, A, D] at this rank's positions for transformers. Keys may have fewer heads."""
+    """Compute the heads' outputs [B, S, A, D] at this rank's positions for transformers. Keys may have fewer heads."""
     unsupported = {name: kwargs[name] for name in UNKNOWN if name in kwargs and kwargs[name] is not None}
     if ulysses is None or unsupported:
         rule = (
@@ -158,7 +158,7 @@ def _attention(
 
 
 def _whole_sequence(x_BASD: Tensor, group: Any, size: int) -> Tensor:
-    """Return the whole sequence [B, A / N, L, D] of this rank's heads."""
+    """Gather the whole sequence [B, A / N, L, D] of this rank's heads."""
     rows, heads, part, width = x_BASD.shape
     by_heads = x_BASD.reshape(rows, size, heads // size, part, width).transpose(0, 1)
     by_parts = _Exchange.apply(by_heads, group)
@@ -166,7 +166,7 @@ def _whole_sequence(x_BASD: Tensor, group: Any, size: int) -> Tensor:
 
 
 def _all_heads(x_BALD: Tensor, group: Any, size: int) -> Tensor:
-    """Return all heads [B, S, A, D] of this rank's part of the sequence."""
+    """Gather all heads [B, S, A, D] of this rank's part of the sequence."""
     rows, heads, length, width = x_BALD.shape
     by_parts = x_BALD.reshape(rows, heads, size, length // size, width).permute(2, 0, 1, 3, 4)
     by_heads = _Exchange.apply(by_parts, group)

@@ -36,7 +36,7 @@ ENGINE_FILE = "engine.json"
 
 
 def copy_tensors(value: Any, *, in_place: bool = False) -> Any:
-    """Return `value` with every tensor in nested dictionaries, lists and tuples copied to the CPU.
+    """Copy every tensor in nested dictionaries, lists and tuples of `value` to the CPU.
 
     With `in_place`, a tensor that is there already is not copied, unless it is a part of a buffer, all of which
     `torch.save` would write.
@@ -64,7 +64,7 @@ def write_states(states: dict[Path, Any]) -> None:
 
 
 def training_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Return copies of the trained parameters and of the optimizer's state.
+    """Copy the trained parameters and the optimizer's state.
 
     Frozen parameters (the base model of LoRA) are loaded from the model's folder.
     """
@@ -97,7 +97,7 @@ def keep_in_memory(optimizer: Optimizer) -> None:
 
 
 def trained_parameters(module: nn.Module) -> dict[str, Tensor]:
-    """Return the trained parameters by name, without their graph. They share memory with the model."""
+    """The trained parameters by name, without their graph. They share memory with the model."""
     return {name: parameter.data for name, parameter in module.named_parameters() if parameter.requires_grad}
 
 
@@ -107,19 +107,19 @@ def save_engine_settings(folder: Path, settings: Mapping[str, int]) -> None:
 
 
 def engine_settings(folder: Path) -> dict[str, int]:
-    """Return the settings of `save_engine_settings`, or those of the plain engine, which writes none."""
+    """Load the settings of `save_engine_settings`, or the settings of the plain engine, which writes none."""
     file = folder / ENGINE_FILE
     return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {"zero_stage": 0, "workers": 1}
 
 
 def refuse_engine_settings(written: Mapping[str, int], settings: Mapping[str, int]) -> TrainingError:
-    """Return the error for a checkpoint whose layout an engine with `settings` cannot read."""
+    """The error for a checkpoint whose layout an engine with `settings` cannot read."""
     remedy = "resume with the settings of the checkpoint, or start the stage over with --force"
     return TrainingError("checkpoint", dict(written), f"this run has {dict(settings)}", remedy)
 
 
 def random_state() -> dict[str, Any]:
-    """Return the state of the random generators of this process: Python, NumPy, torch and every GPU."""
+    """Capture the state of the random generators of this process: Python, NumPy, torch and every GPU."""
     generator: Any = numpy.random.get_state(legacy=False)
     key = torch.from_numpy(generator["state"]["key"].astype("int64"))
     return {
@@ -131,7 +131,7 @@ def random_state() -> dict[str, Any]:
 
 
 def random_file(folder: Path, rank: int) -> Path:
-    """Return the file with the random state of `rank` in a checkpoint."""
+    """The file with the random state of `rank` in a checkpoint."""
     return folder / f"random_state_{rank:05d}.pt"
 
 
@@ -160,10 +160,10 @@ def load_random_state(file: Path) -> None:
 
 
 def is_read_by(place: tuple[int, int], settings: Mapping[str, int], path: str) -> bool:
-    """Return whether the rank of `place` (rank, number of ranks) checks a file of a checkpoint: the one that loads it.
+    """Whether the rank of `place` (rank, number of ranks) checks a file of a checkpoint: the rank that loads it.
 
-    DeepSpeed numbers its files by the ranks that have other parts (`pp`), and by those of tensor parallelism (`mp`). What
-    all ranks load, the first one checks.
+    DeepSpeed numbers its files by the ranks that have other parts (`pp`), and by ranks of tensor parallelism (`mp`).
+    The first rank checks files that all ranks load.
 
     >>> is_read_by((3, 4), {"tensor_parallel": 2}, "zero/state/zero_pp_rank_1_mp_rank_01_optim_states.pt")
     True
@@ -176,7 +176,7 @@ def is_read_by(place: tuple[int, int], settings: Mapping[str, int], path: str) -
 
 
 def load_state(file: Path) -> Any:
-    """Return the tensors and values that `write_states` wrote to `file`; tensors stay in the file until they are used.
+    """Load the tensors and values that `write_states` wrote to `file`; tensors stay in the file until they are used.
 
     Raises TrainingError if it is missing.
     """
@@ -192,7 +192,7 @@ LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def rank_and_world() -> tuple[int, int]:
-    """Return this process's rank and the number of processes, (0, 1) without a launcher.
+    """This process's rank and the number of processes, (0, 1) without a launcher.
 
     Raises ConfigError if only some of the launcher's variables are set, or if they contradict each other.
     """
@@ -211,7 +211,7 @@ def rank_and_world() -> tuple[int, int]:
 
 
 def local_device() -> torch.device:
-    """Return the GPU of this process, or the CPU if there is none. LOCAL_RANK is not needed if one GPU is visible."""
+    """The GPU of this process, or the CPU if none is visible. LOCAL_RANK is not needed if one GPU is visible."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     several = torch.cuda.device_count() > 1 and "LOCAL_RANK" in os.environ
@@ -239,7 +239,7 @@ LONGEST_WAIT = timedelta(days=1)
 
 
 def on_first_rank(work: Callable[[], None]) -> None:
-    """Call `work` on rank 0 while all other ranks wait for it. NCCL would end them after ten minutes, so Gloo is asked."""
+    """Call `work` on rank 0 while all other ranks wait. NCCL would end them after ten minutes, so Gloo waits."""
     group = dist.new_group(backend="gloo", timeout=LONGEST_WAIT)
     if dist.get_rank() == 0:
         work()
@@ -248,7 +248,7 @@ def on_first_rank(work: Callable[[], None]) -> None:
 
 
 def _listen_where_the_others_are(host: str) -> None:
-    """Make Gloo listen on the interface towards rank 0 instead of that of the host name.
+    """Make Gloo listen on the interface towards rank 0 instead of the host name's interface.
 
     Gloo does not authenticate its peers. An interface chosen by the user is kept. NCCL, which requires a key, may use
     the fastest interface.
@@ -259,7 +259,7 @@ def _listen_where_the_others_are(host: str) -> None:
 
 
 def _meeting_point(rank: int, world: int) -> dist.Store | None:
-    """Return the store through which the ranks find each other. Rank 0 opens it on MASTER_ADDR only.
+    """Open the store through which the ranks find each other. Rank 0 opens it on MASTER_ADDR only.
 
     The store of torch (`env://`) listens on every interface of the machine, and anyone who reaches it can change its
     contents. Returns None to leave it to torch, if torchrun has already opened the store.
@@ -281,7 +281,7 @@ def _meeting_point(rank: int, world: int) -> dist.Store | None:
 
 
 def largest(value: int) -> int:
-    """Return the maximum of `value` over all processes of the group (a collective call)."""
+    """Maximum of `value` over all processes of the group (a collective call)."""
     device = local_device() if dist.get_backend() == "nccl" else torch.device("cpu")
     tensor = torch.tensor([value], dtype=torch.int64, device=device)
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)

@@ -77,7 +77,7 @@ class WeightAverage:
         yield from self._average.values()
 
     def state(self) -> dict[str, Tensor]:
-        """Return copies of the average on the CPU, for a checkpoint."""
+        """Copies of the average on the CPU, for a checkpoint."""
         return {name: weight.to("cpu", copy=True) for name, weight in self._average.items()}
 
     def restore(self, state: dict[str, Tensor]) -> None:
@@ -99,7 +99,7 @@ class WeightAverage:
 
 
 def average_of(module: nn.Module, *, decay: float, rank: int) -> WeightAverage | None:
-    """Return the average on rank 0 if `decay` is not 0, else None. One is enough, as all ranks hold whole weights."""
+    """Create the average on rank 0 if `decay` is not 0, else None. One is enough, as all ranks hold whole weights."""
     if decay == 0 or rank > 0:
         return None
     with torch.no_grad():
@@ -116,7 +116,7 @@ T = TypeVar("T")
 class LocalTrainer:
     """A `Trainer` of one role on this rank. The model is frozen if there is no optimizer.
 
-    `engine` defaults to the one that `config` names. The launcher's environment variables determine the rank. With
+    `engine` defaults to the engine that `config` names. The launcher's environment variables determine the rank. With
     `adapters_alone` a sampler gets the adapters without the other weights.
 
     >>> trainer = LocalTrainer(spec, OptimizerConfig(), TrainerConfig(engine="torch"))  # doctest: +SKIP
@@ -180,7 +180,7 @@ class LocalTrainer:
         return {"grad_norm": grad_norm, "learning_rate": learning_rate, "skipped": float(skipped)}
 
     def loss(self, samples: Samples, objective: Objective, denominators: Mapping[str, float] | None = None) -> Metrics:
-        """Return the metrics of `objective` over `samples` without computing gradients."""
+        """Evaluate the metrics of `objective` over `samples` without computing gradients."""
         with torch.no_grad():
             return self._run(samples, objective, denominators, backward=False)
 
@@ -191,7 +191,7 @@ class LocalTrainer:
     ) -> NDArray[np.float32]:
         """Compute log p(token t | tokens < t) of every token [S], 0.0 where the mask is 0.
 
-        Without its `adapters` a model with LoRA is the one that it was before training.
+        Without its `adapters`, a model with LoRA equals the model before training.
         """
 
         def compute(module: nn.Module, batch: TokenBatch) -> list[Tensor]:
@@ -203,7 +203,7 @@ class LocalTrainer:
             return self._measure_tokens(samples, compute)
 
     def top_logprobs(self, samples: Sequence[TokenSample], *, k: int, temperature: float) -> list[TopLogprobs]:
-        """Return the `k` most likely tokens at each masked position of each sample, or all in order for k = 0."""
+        """Compute the `k` most likely tokens at each masked position of each sample, or all in order for k = 0."""
 
         def compute(module: nn.Module, batch: TokenBatch) -> list[TopLogprobs]:
             return top_logprobs(module, batch, k=k, temperature=temperature)
@@ -219,7 +219,7 @@ class LocalTrainer:
         return self._measure_tokens(samples, compute)
 
     def scores(self, sequences: Sequence[Column[int]]) -> list[float]:
-        """Return one reward-model score per token sequence, read at its last token."""
+        """Score each token sequence with the reward model, read at its last token."""
 
         def compute(module: nn.Module, batch: TokenBatch) -> list[Tensor]:
             return list(sequence_scores(module, batch).cpu())
@@ -227,7 +227,7 @@ class LocalTrainer:
         return [float(score) for score in self._measure(Sequences.from_token_ids(sequences), compute)]
 
     def step_scores(self, samples: Sequence[TokenSample]) -> list[Column[float]]:
-        """Return the process reward model's logits at the masked tokens of each sample, one per step, in order."""
+        """The process reward model's logits at the masked tokens of each sample, one per step, in order."""
 
         def compute(module: nn.Module, batch: TokenBatch) -> list[Tensor]:
             logits, masks = (
@@ -249,7 +249,7 @@ class LocalTrainer:
     # ------------------------------------------------------------ weights and state
 
     def weights(self) -> Weights:
-        """Return the weights of `stream`, as CPU tensors separate from the model's.
+        """Collect the weights of `stream`, as CPU tensors separate from the model's.
 
         Every rank must call it. Rank 0 gets the weights and the others none, so that a node holds them once.
         """
@@ -261,12 +261,12 @@ class LocalTrainer:
 
     @property
     def adapters(self) -> Adapters | None:
-        """Return what belongs to the adapters that are sent alone; None if whole weights are sent."""
+        """Describe the adapters if they are sent alone; None if whole weights are sent."""
         lora = self._spec.lora
         return Adapters(self._spec.path, lora) if self._adapters_alone and lora else None
 
     def stream(self) -> WeightStream:
-        """Return the weights for a sampler, to be iterated by every rank: one at a time.
+        """Stream the weights for a sampler one at a time; every rank must iterate it.
 
         They are the full weights (LoRA merged) by Hugging Face name, or the adapters alone. Raises ConfigError where these
         cannot be sent.
@@ -301,7 +301,7 @@ class LocalTrainer:
         resume_random_state(folder, self._engine.rank, seed=self._spec.seed)
 
     def damage(self, folder: Path) -> str:
-        """Return which file of a saved state is not what was written, among those that this rank loads, or ""."""
+        """Name a damaged file of a saved state, among the files that this rank loads; "" if none is."""
         return damaged_archive(folder, partial(is_read_by, rank_and_world(), engine_settings(folder)))
 
     def export(self, folder: Path) -> None:
@@ -368,7 +368,7 @@ class LocalTrainer:
         return total.floats()
 
     def _measure(self, samples: Samples, compute: Callable[[nn.Module, TokenBatch], list[T]]) -> list[T]:
-        """Return the result of `compute` for each sample, in the order of `samples`."""
+        """Run `compute` on each sample; results are in the order of `samples`."""
         if isinstance(samples, Subset):
             samples = samples.copy()
         results: dict[int, T] = {}
@@ -396,7 +396,7 @@ class LocalTrainer:
         yield from ([] for _ in range(idle))
 
     def _idle(self, module: nn.Module) -> LossOutput:
-        """Return a zero loss that depends on the weights, so that this rank joins the reductions of the others."""
+        """A zero loss that depends on the weights, so that this rank joins the reductions of the others."""
         batch = self._placed(module).batch([self._idle_sample()])
         # The routers must take part if they do in the losses of other ranks: ZeRO 3 records where gradients come in.
         with watching() if self._router_aux else nullcontext() as routing:

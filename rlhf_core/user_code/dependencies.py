@@ -1,6 +1,6 @@
-"""Find and hash the user's code that decides a result: the file that is configured and all user modules it reaches.
+"""Find and hash the user's code that decides a result: the configured file and all user modules that it reaches.
 
-User modules are those that are neither in the standard library, nor in installed packages, nor in this program: they
+User modules are neither in the standard library, nor in installed packages, nor in this program: they
 change between runs without a change of version. They are found without importing anything.
 """
 
@@ -29,7 +29,7 @@ from rlhf_core.user_code.watch import unseen_uses
 
 
 def user_code_digest(spec: str, *, key: str = "callable") -> str:
-    """Return the digest of the function's file, of all user modules that it reaches, and of their declared dependencies.
+    """Hash the function's file, all user modules that it reaches, and their declared dependencies.
 
     `spec` is `package.module:function` or `path/to/file.py:function`. Comments do not count; docstrings and decorators
     do, because a docstring may be a prompt and a decorator a cache. Raises ConfigError, naming the `key` that holds the
@@ -41,7 +41,7 @@ def user_code_digest(spec: str, *, key: str = "callable") -> str:
 def check_functions(digests: Mapping[str, str], *, key: str) -> None:
     """Raise ConfigError if a function's digest has changed since the key of a stage was computed.
 
-    Call it after loading a function, whose code may have read what it declares before that was edited.
+    Call it after loading a function: its code may have read declared files before they were edited.
     """
     for spec, digest in digests.items():
         if user_code_digest(spec, key=key) != digest:
@@ -59,12 +59,12 @@ class UserFunction:
 
     @classmethod
     def of(cls, spec: str, digest: str, *, notes: str = "") -> UserFunction:
-        """Return the function with the absolute path of its file, since other processes may run in other folders."""
+        """The function with the absolute path of its file, since other processes may run in other folders."""
         location, _, name = spec.rpartition(":")
         return cls(f"{Path(location).resolve()}:{name}" if location.endswith(".py") else spec, digest, notes)
 
     def load(self, *, key: str) -> Any:
-        """Return the function, loaded once per process. Raises ConfigError if its digest has changed."""
+        """Load the function, once per process. Raises ConfigError if its digest has changed."""
         return _loaded(self, key)
 
 
@@ -84,21 +84,21 @@ def check_file_digests(digests: Mapping[str, str], *, key: str) -> None:
 
 
 def user_code(spec: str, *, key: str = "callable") -> dict[str, str]:
-    """Return the digests by module, file or variable from which `user_code_digest` is computed. Raises as it does."""
+    """The digests by module, file or variable from which `user_code_digest` is computed. Raises the same errors."""
     return code_of(user_modules(spec, key=key), key=key)
 
 
 def unseen_reads(spec: str, *, key: str = "callable") -> list[str]:
-    """Return phrases that describe the reads of a function outside its key; [] if none were found.
+    """Describe the reads of a function outside its key in phrases; [] if none were found.
 
-    Files and variables of modules that declare such in `DEPENDS_ON` are taken for declared. What installed packages and
-    this program read counts as their version does.
+    If a module declares files or variables in `DEPENDS_ON`, all of its reads of that kind are taken as declared. Reads
+    by installed packages and by this program are covered by their versions.
     """
     return _unseen(user_modules(spec, key=key), spec.rpartition(":")[0])
 
 
 def unseen_by_programs(files: Sequence[str]) -> list[str]:
-    """Return phrases for the imports and reads of the Python programs among `files`, whose bytes are in the key."""
+    """Describe the imports and reads of the Python programs among `files`, whose bytes are in the key."""
     seen, phrases = {Path(name).resolve() for name in files}, []
     for name in files:
         modules = reached_from(name) if name.endswith(".py") else []

@@ -1,5 +1,4 @@
-"""Keep the digests of functions of ours whose modules moved, or got another way of hashing, without another change: results
-made before keep their keys."""
+"""Keep the former digests of our functions whose modules moved or are hashed differently: results keep their keys."""
 
 FORMER_DIGESTS = {
     # rlhf_contrib.sandbox.code

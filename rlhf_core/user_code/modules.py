@@ -1,8 +1,8 @@
 """Load the functions and classes that a configuration names: `package.module:name` or `path/to/file.py:name`.
 
-Each load has fresh modules of the user's code, compiled from the bytes that were hashed: two files whose helpers have the
-same name, and a helper that is edited between two stages of one process, do not meet. A module keeps its name in
-`sys.modules`, where `pickle`, `dataclasses` and `typing` look it up, unless another load has taken it: then it is
+Each load has fresh modules of the user's code, compiled from the bytes that were hashed: two files whose helpers have
+the same name, and a helper that is edited between two stages of one process, do not conflict. A module keeps its name
+in `sys.modules`, where `pickle`, `dataclasses` and `typing` look it up, unless another load has taken it: then it is
 `name__2`. Import statements and `__import__` in user code go through `Modules`, in the builtins of its modules.
 """
 
@@ -55,7 +55,7 @@ _COMPILED: dict[Path, str] = {}
 class Modules:
     """The modules of the user's that one file or module, at `location`, is and imports.
 
-    What they reach beyond the key is noted in the file `notes`.
+    Files and modules that they reach beyond the key are noted in the file `notes`.
     ConfigError if a function in `code` that lies there has another digest, or if it needs a compiled module of which this
     process has loaded another version.
     """
@@ -90,7 +90,7 @@ class Modules:
             self._top(module.name.partition(".")[0])  # before anyone else imports it, such as pickle
 
     def run(self) -> ModuleType:
-        """Return a new module of the file; a second one shares the imports of the first."""
+        """Run the file as a new module; a second run shares the imports of the first."""
         spec = _FINDER.find_spec(self._name)
         assert spec is not None and spec.loader is not None
         module = sys.modules[self._name] = module_from_spec(spec)
@@ -99,17 +99,17 @@ class Modules:
         return module
 
     def import_module(self, name: str) -> ModuleType:
-        """Return the module of this load that `name` means, or a module that is not the user's."""
+        """Import `name`: the module of this load, or a module that is not the user's."""
         with self._own_path():
             return importlib.import_module(self.named(name))
 
     def named(self, name: str) -> str:
-        """Return the name in `sys.modules` of the module that an import here names `name`."""
+        """The name in `sys.modules` of the module that an import here names `name`."""
         top, dot, rest = name.partition(".")
         return f"{self._top(top)}{dot}{rest}"
 
     def content(self, path: Path) -> bytes:
-        """Return the bytes of a file as they were hashed, or as they are if the key does not see it."""
+        """The bytes of a file at the time of hashing, or its present bytes if the key does not cover it."""
         source = self._sources.get(path.resolve())
         return path.read_bytes() if source is None else source.content
 
@@ -121,7 +121,7 @@ class Modules:
         return found
 
     def _pickle_by_value(self) -> None:
-        """Have cloudpickle write functions of this load whole: a worker of joblib has no module of that name to import."""
+        """Make cloudpickle serialize functions of this load by value: a worker of joblib cannot import their module."""
         for pickler in filter(None, map(sys.modules.get, CLOUDPICKLE)):
             register = getattr(pickler, "register_pickle_by_value", None)
             for name, (owner, _) in list(_TAKEN.items()):
@@ -151,7 +151,7 @@ class Modules:
 
     @contextmanager
     def _own_path(self) -> Iterator[None]:
-        """Keep the code's additions to the path for this load; without those of others, or it might not add its own."""
+        """Keep the code's additions to the path for this load, and hide the additions of other loads."""
         with _LOADING:
             whole, before = list(sys.path), list(BEFORE)
             BEFORE[:] = program_path()
@@ -168,9 +168,9 @@ class Modules:
 
 
 def _is_the_programs(name: str) -> bool:
-    """Return whether the program has imported a module, such as a package under development: it is no module of a load.
+    """Whether the program itself has imported a module, such as a package under development: it is in no load.
 
-    What a library has imported from a folder that a load has added is not the program's.
+    A module that a library has imported from a folder added by a load is not the program's.
     """
     if name in _TAKEN or name not in sys.modules:
         return False
@@ -180,14 +180,14 @@ def _is_the_programs(name: str) -> bool:
 
 
 def _is_fresh(place: Place) -> bool:
-    """Return whether a module is the user's, and can be loaded twice: a compiled one cannot."""
+    """Whether a module is the user's, and can be loaded twice: a compiled one cannot."""
     if place.file is not None:
         return place.file.suffix == ".py" and is_users_own(place.file)
     return all(map(is_users_own, place.folders))
 
 
 class _Loader(SourceFileLoader):
-    """Compiles the bytes that were hashed, whatever byte code lies beside the file."""
+    """Compiles the hashed bytes and ignores byte code next to the file."""
 
     def __init__(self, name: str, path: str, modules: Modules) -> None:
         super().__init__(name, path)
@@ -243,9 +243,9 @@ NO_DIGESTS: Mapping[str, str] = MappingProxyType({})
 
 
 def load_callable(key: str, spec: str, *, code: Mapping[str, str] = NO_DIGESTS, notes: str = "") -> Any:
-    """Return the function or class that `spec` names, from fresh modules.
+    """Load the function or class that `spec` names, from fresh modules.
 
-    What it reads or reaches beyond its key is noted in the file `notes` (`rlhf_core.user_code.watch`); "" notes nothing.
+    Reads beyond its key are noted in the file `notes` (`rlhf_core.user_code.watch`); "" notes nothing.
 
     Raises ConfigError, naming the configuration's `key` and the nearest name, if the module, file or name does not
     exist or is not callable, or if its code has another digest than in `code`.
@@ -259,7 +259,7 @@ def load_callable(key: str, spec: str, *, code: Mapping[str, str] = NO_DIGESTS, 
 def load_callables(
     key: str, specs: Sequence[str], *, code: Mapping[str, str] = NO_DIGESTS, notes: str = ""
 ) -> list[Any]:
-    """Return the callable for each of `specs`, as `load_callable`; specs of one file share one module and its state."""
+    """Load the callable for each of `specs`, as `load_callable`; specs of one file share one module and its state."""
     modules: dict[str, ModuleType] = {}
     found = []
     for spec in specs:
@@ -291,7 +291,7 @@ class UserFile:
         self._modules = Modules(key, str(path), code=code, notes=notes)
 
     def run(self) -> ModuleType:
-        """Return a fresh module of the file; a second one shares its imports. Raises ConfigError if it fails."""
+        """Run the file as a fresh module; a second one shares its imports. Raises ConfigError if it fails."""
         try:
             return self._modules.run()
         except Exception as error:

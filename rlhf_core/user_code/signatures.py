@@ -1,7 +1,7 @@
 """The parameters of a user's function, as `inspect.signature` gives them: from its file alone, or by loading it elsewhere.
 
-A file tells those of plain functions and lambdas. All others, such as decorated functions and objects with `__call__`, are
-loaded in a process of their own before a run computes anything.
+The file is enough for plain functions and lambdas. All others, such as decorated functions and objects with `__call__`,
+are loaded in a separate process before a run computes anything.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ logger = logging.getLogger(__name__)
 Parameters: TypeAlias = Mapping[str, Parameter]
 LOAD_TIMEOUT_S = 120.0  # as for the processes of rewards
 _SIGNATURE = ("__signature__", "__wrapped__", "__defaults__", "__kwdefaults__", "__code__", "__call__")
-"""Attributes that change the parameters of what has them."""
+"""Attributes that change the parameters of their object."""
 
 
 def parameters_of(spec: str, *, key: str = "callable") -> Parameters | None:
-    """Parameters of `package.module:function` or `file.py:function`. None if its file does not tell."""
+    """Parameters of `package.module:function` or `file.py:function`. None if they do not follow from the file alone."""
     module, name = user_modules(spec, key=key)[0], spec.rpartition(":")[2]
     if module.source.names is None:
         return None
@@ -42,7 +42,7 @@ def parameters_of(spec: str, *, key: str = "callable") -> Parameters | None:
 
 
 def loaded_parameters(spec: str, *, key: str = "callable") -> Parameters | None:
-    """Parameters of a function that is loaded in a process of its own, without GPUs. None if its file cannot be loaded there.
+    """Parameters of a function, loaded in a separate process without GPUs. None if its file cannot be loaded there.
 
     Raises ConfigError if the file has no such function.
     """
@@ -105,7 +105,7 @@ def _bare(arguments: ast.arguments) -> Callable[..., Any]:
 
 
 def main(spec: str, key: str) -> None:
-    """Write the parameters, with None for each default, or what is wrong with the name."""
+    """Write the parameters, with None for each default, or the error in the name."""
     hide_in_logs()
     answers, _ = take_standard_streams()
     try:

@@ -1,5 +1,6 @@
-"""Find and read the modules of a user: those that are neither in the standard library, nor in installed packages, nor in
-this program. They change between runs without a change of version. Nothing is imported for it.
+"""Find and read user modules, which are not in the standard library, an installed package or this program.
+
+They change between runs without a change of version. Nothing is imported for it.
 """
 
 import ast
@@ -70,7 +71,7 @@ class UserModule:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a module lies: its file (None: a namespace package) and the folders of its submodules."""
+    """Location of a module: its file (None: a namespace package) and the folders of its submodules."""
 
     file: Path | None
     folders: tuple[Path, ...] = ()
@@ -82,13 +83,13 @@ def is_ours(module: str) -> bool:
 
 
 def program_path() -> list[str]:
-    """Return `sys.path` without the entries added by loading users' files, also while a thread loads one."""
+    """`sys.path` without the entries added by loading users' files, also while a thread loads one."""
     path = list(sys.path)
     return [entry for entry in list(BEFORE) or path if entry not in ADDED]
 
 
 def search_path() -> list[str]:
-    """Return the folders in which user modules are searched, both for the key and by the processes that run them.
+    """Folders in which user modules are searched, both for the key and by the processes that run them.
 
     They always include the working folder, however this process was started. The folder of a user's file comes last.
     """
@@ -101,16 +102,16 @@ def user_code_environment() -> dict[str, str]:
 
 
 def search_folders(file: Path | None, path: Sequence[str] | None = None) -> list[Path]:
-    """Return the folders, in Python's order, in which the imports of a user's `file`, or of a module, are searched.
+    """Folders, in Python's order, in which the imports of a user's `file`, or of a module, are searched.
 
-    `path` is that of a load, whose code may have added to it; by default there is none yet.
+    `path` is the path of a load, whose code may have added to it; by default nothing is loaded yet.
     """
     folders = [Path(entry) for entry in (search_path() if path is None else [*path, os.curdir])]
     return folders + ([file.resolve().parent] if file is not None else [])
 
 
 def user_modules(spec: str, *, key: str = "callable") -> list[UserModule]:
-    """Return the module that `spec` names, followed by all user modules that it imports, transitively."""
+    """Find the module that `spec` names, followed by all user modules that it imports, transitively."""
     place, _, function = spec.rpartition(":")
     if not place or not function.isidentifier():
         raise ConfigError(key, spec, "must read module:function or file.py:function", "add the name")
@@ -122,8 +123,9 @@ def user_modules(spec: str, *, key: str = "callable") -> list[UserModule]:
 
 
 def reached_from(location: str) -> list[UserModule]:
-    """Return the module at `location`, `file.py` or `package.module`, with the user modules that it imports; [] if there
-    is no such file."""
+    """Find the module at `location`, `file.py` or `package.module`, and the user modules that it imports, transitively;
+    [] if the file does not exist.
+    """
     from_file = location.endswith(".py")
     location = location if from_file else present_module(location)
     search = search_folders(Path(location) if from_file else None)
@@ -148,14 +150,14 @@ def reached_from(location: str) -> list[UserModule]:
 def digest_of(modules: Sequence[UserModule], *, key: str) -> str:
     """Digest of the code of `modules` and of their declared dependencies.
 
-    Modules of ours whose code is that of before keep the digest that they had then.
+    Modules of ours whose code is unchanged keep their former digest.
     """
     digest = sha256_text(canonical_json(code_of(modules, key=key)))
     return FORMER_DIGESTS.get(digest, digest)
 
 
 def code_of(modules: Sequence[UserModule], *, key: str) -> dict[str, str]:
-    """Return the digests by module, file or variable. Raises ConfigError for a declared file that does not exist."""
+    """Digests by module, file or variable. Raises ConfigError for a declared file that does not exist."""
     found: dict[str, str] = {}
     for module in modules:
         found[module.name] = module.source.digest
@@ -165,7 +167,7 @@ def code_of(modules: Sequence[UserModule], *, key: str) -> dict[str, str]:
 
 
 def changed_code_error(key: str, name: str) -> ConfigError:
-    """Return the error for a function or file that is no longer that of the stage's key."""
+    """The error for a function or file that differs from the one in the stage's key."""
     rule = "its code, or what it depends on, has changed since the stage began, and the result would mix both versions"
     return ConfigError(key, name, rule, "run again to use the new version, or restore the old one to resume")
 
@@ -184,7 +186,7 @@ def _check_function(spec: str, module: UserModule, key: str) -> None:
 
 
 def find_module_file(name: str, search: Sequence[Path]) -> Path | None:
-    """Return the file of a module; None if it has none (a namespace package, a built-in module, a zip file)."""
+    """Find the file of a module; None if it has none (a namespace package, a built-in module, a zip file)."""
     top, *rest = name.split(".")
     place = locate(top, search)
     for part in rest:
@@ -193,7 +195,7 @@ def find_module_file(name: str, search: Sequence[Path]) -> Path | None:
 
 
 def locate(top: str, search: Sequence[Path]) -> Place:
-    """Return where a module without dots lies, as an import finds it; `Place(None)` if nowhere."""
+    """Find the location of a module without dots, as an import finds it; `Place(None)` if nowhere."""
     if top in sys.builtin_module_names:
         return Place(None)
     place = in_folders(top, search)
@@ -207,9 +209,9 @@ def locate(top: str, search: Sequence[Path]) -> Place:
 
 
 def by_finders(top: str, search: Sequence[Path]) -> ModuleSpec | None:
-    """Return the modules that this process finds in `search` and elsewhere: editable installs have their own finders.
+    """Find a module in `search` and elsewhere with this process's finders: editable installs add finders.
 
-    `importlib.util.find_spec` would also find what is beside files that were loaded before, and what these have imported.
+    `importlib.util.find_spec` would also find modules next to files that were loaded before, and their imports.
     """
     folders = [str(folder.absolute()) for folder in search]  # Python remembers where "." was when it was first searched
     try:
@@ -220,7 +222,7 @@ def by_finders(top: str, search: Sequence[Path]) -> ModuleSpec | None:
 
 
 def in_folders(part: str, folders: Sequence[Path]) -> Place:
-    """Return where the module `part` lies in the first of the folders that has it."""
+    """Find the module `part` in the first of the folders that has it."""
     spaces = []
     for folder in folders:
         package = folder / part / "__init__.py"
@@ -262,7 +264,7 @@ def _source(path: Path, name: str) -> UserSource:
 
 
 def file_digest(path: Path) -> str:
-    """Return the digest of a file, which is read again when its status has changed."""
+    """Digest of a file, which is read again when its status has changed."""
     status = path.stat()
     return _hashed(path, (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
 
@@ -287,7 +289,7 @@ def _analyse_code(path: Path, name: str, content: bytes) -> list[Any]:
 
 
 def _code_digest(content: bytes) -> str:
-    """Return a digest of the code that ignores comments and line layout."""
+    """Digest of the code that ignores comments and line layout."""
     tokens = tokenize.tokenize(io.BytesIO(content).readline)
     kept = [[token.type, "" if token.type in _SPACE else token.string] for token in tokens if token.type not in _LAYOUT]
     return sha256_text(canonical_json(kept))
@@ -297,7 +299,7 @@ def _code_digest(content: bytes) -> str:
 
 
 def _declared(tree: ast.Module, path: Path) -> tuple[str, ...]:
-    """Return the entries of `DEPENDS_ON`. Raises ConfigError if it is not one literal list of strings."""
+    """Parse the entries of `DEPENDS_ON`. Raises ConfigError if it is not one literal list of strings."""
     bindings = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == DECLARATION]
     bindings = [node for node in bindings if isinstance(node.ctx, ast.Store)]
     values = [node.value for node in tree.body if _binds(node) and isinstance(node, (ast.Assign, ast.AnnAssign))]
@@ -320,7 +322,7 @@ def _binds(node: ast.stmt) -> bool:
 
 
 def seen_files(modules: Sequence[UserModule]) -> list[Path]:
-    """Return the files covered by a digest of `modules`: their own, and their declared files and folders."""
+    """Files covered by a digest of `modules`: their own, and their declared files and folders."""
     declared = [
         module.path.parent / entry
         for module in modules

@@ -21,8 +21,8 @@ ANALYSES: dict[str, list[Any]] = {}
 def analysis_of(path: Path, name: str, content: bytes, analyse: Callable[[Path, str, bytes], list[Any]]) -> list[Any]:
     """Analysis of a module as JSON values: `analyse(path, name, content)`, unless this content was analysed before.
 
-    The path must count only by whether the module is a package. The code that analyses counts, since earlier versions of it
-    may have computed other digests.
+    `analyse` may use the path only to see whether the module is a package. The cache key includes the analyzing code,
+    since earlier versions of it may have computed other digests.
     """
     given = f"{_analyser(analyse.__code__.co_filename)} {analyse.__qualname__} {name} {path.name == '__init__.py'}\n".encode()
     key = hashlib.sha256(given + content).hexdigest()
@@ -48,7 +48,7 @@ def parse_source(source: bytes, path: str) -> ast.Module:
 
 
 def imported_names(nodes: Iterable[ast.AST], package: str) -> set[str]:
-    """Return the name of every module that the nodes of a tree may import, and of the packages that contain them."""
+    """Names of the modules that the nodes of a tree may import, and of the packages that contain them."""
     names: set[str] = set()
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -69,7 +69,7 @@ def functions_of(tree: ast.Module) -> list[str]:
 
 
 def top_level_names(tree: ast.Module) -> set[str]:
-    """Return the names that a module binds outside of functions and classes, also inside `if` and `try`."""
+    """Names that a module binds outside of functions and classes, also inside `if` and `try`."""
     names: set[str] = set()
     waiting: list[ast.AST] = list(tree.body)
     while waiting:

@@ -1,10 +1,10 @@
 """Record the files, imports, connections and processes of running user code that are not in its stage's key.
 
-The interpreter itself calls an audit hook (PEP 578), so what libraries do for the user's code is seen too. Environment
-variables are not, nor files that libraries open without Python (Arrow, HDF5, safetensors).
+The interpreter itself calls an audit hook (PEP 578), so actions of libraries for the user's code are seen too.
+Environment variables are not, nor files that libraries open without Python (Arrow, HDF5, safetensors).
 
-Before it runs, `unseen_uses` names from the source of a module what it may read or reach. It looks for names that
-the code uses: a hint.
+Before it runs, `unseen_uses` lists from the source of a module the reads and connections that it may make. It looks for
+names that the code uses, so the list is only a hint.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Watch:
     """Adds a line to `file` for each read or connection of user code outside of `seen`, the content of the key.
 
     Left out are files of the interpreter, of installed packages, of this program, of the system and of the store in which
-    `file` lies, files that this process has written, and temporary ones that are younger than the watch.
+    `file` lies, files that this process has written, and temporary files younger than the watch.
     """
 
     def __init__(self, file: Path, seen: Iterable[Path]) -> None:
@@ -118,7 +118,7 @@ class Watch:
 
 
 def noted(file: Path) -> tuple[str, ...]:
-    """Return the notes of all processes of a stage, sorted; a line cut short by a kill is left out."""
+    """Load the notes of all processes of a stage, sorted; a line cut short by a kill is left out."""
     found = set()
     for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
         try:
@@ -162,12 +162,12 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
             watch = _watch_of(sys._getframe(1))
             if watch is not None:
                 _EVENTS[event](watch, *arguments)
-        except Exception:  # an error here would be one of the user's code, and this is only a note
+        except Exception:  # an error here would count as the user's, and this is only a note
             return
 
 
 def _watch_of(frame: FrameType | None) -> Watch | None:
-    """Return the watch of the innermost user module on the stack, or that of the whole process."""
+    """The watch of the innermost user module on the stack, or else of the whole process."""
     while frame is not None:
         watch: Watch | None = frame.f_builtins.get(MARK)
         if watch is not None:
@@ -177,7 +177,7 @@ def _watch_of(frame: FrameType | None) -> Watch | None:
 
 
 def _not_the_users() -> set[Path]:
-    """Return the folders of the interpreter, of this program and of the system."""
+    """Folders of the interpreter, of this program and of the system."""
     program = Path(__file__).resolve().parents[2]
     prefixes = {sys.prefix, sys.base_prefix, sys.exec_prefix}
     parts = ("bin", "etc", "include", "lib", "lib64", "share")
@@ -187,7 +187,7 @@ def _not_the_users() -> set[Path]:
 
 
 def _source_of(path: Path) -> Path:
-    """Return the source file of byte code, which Python opens instead of it."""
+    """The source file of byte code, which Python opens instead of it."""
     return Path(source_from_cache(path)) if path.suffix == ".pyc" and path.parent.name == "__pycache__" else path
 
 
@@ -231,10 +231,10 @@ USES = {
 
 
 def unseen_uses(module: UserModule, own: frozenset[str], search: Sequence[Path]) -> list[str]:
-    """Return phrases for the reads of `module`, each by name and first line; `own` are top-level names of user modules.
+    """Describe the reads of `module`, each by name and first line; `own` are top-level names of user modules.
 
-    Files and variables of a module that declares some in `DEPENDS_ON` count as declared, but for files beside it that its
-    text names.
+    If a module declares some in `DEPENDS_ON`, its files and variables count as declared, except for files next to it
+    that its text names.
     """
     if module.source.names is None:
         return []  # compiled, or not of this Python: nothing to read
@@ -257,7 +257,7 @@ def _tree(content: bytes, path: Path) -> ast.Module:
 
 
 def _uses(tree: ast.Module, own: frozenset[str]) -> list[tuple[str, str, int]]:
-    """Return the action, the name that performs it, and its line, in the order of the text."""
+    """Find each action, the name that performs it, and its line, in the order of the text."""
     origins = _origins(tree)
     mine = {node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))}
     mine |= {name for name, origin in origins.items() if origin.split(".")[0] in own} | {"self", "cls"}
@@ -271,7 +271,7 @@ def _uses(tree: ast.Module, own: frozenset[str]) -> list[tuple[str, str, int]]:
 
 
 def _meanings(name: str) -> Iterator[tuple[str, str]]:
-    """Yield the action of `name`, if it is one of `USES`, and the name to show."""
+    """Yield the action of `name`, if `USES` has it, and the name to show."""
     for what, patterns in USES.items():
         for pattern in patterns.split():
             if fnmatchcase(name, pattern) and not name.endswith(".load_state_dict"):
@@ -280,7 +280,7 @@ def _meanings(name: str) -> Iterator[tuple[str, str]]:
 
 
 def _origins(tree: ast.Module) -> dict[str, str]:
-    """Return name in the code -> dotted name of its import."""
+    """Map each name in the code to the dotted name of its import."""
     found: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -293,7 +293,7 @@ def _origins(tree: ast.Module) -> dict[str, str]:
 
 
 def _parts(node: ast.expr) -> list[str]:
-    """Return the parts of `a.b.c`; a part without a name, such as a call, is empty."""
+    """Split `a.b.c`; a part without a name, such as a call, is empty."""
     if isinstance(node, ast.Attribute):
         return [*_parts(node.value), node.attr]
     return [node.id] if isinstance(node, ast.Name) else [""]
@@ -323,7 +323,7 @@ def _is_found(name: str, search: Sequence[Path]) -> bool:
 
 
 def _named_files(tree: ast.Module, module: UserModule, declared: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """Yield the texts that name a file beside the module which is neither declared nor inside a declared folder."""
+    """Yield the texts that name a file next to the module that is neither declared nor inside a declared folder."""
     folder = module.path.parent
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isprintable():

@@ -1,6 +1,6 @@
 """Rewards for instructions that a program can check, in the manner of IFEval (arXiv 2311.07911).
 
-A prompt's label is JSON: the instructions, and what the answer must be about.
+A prompt's label is JSON: the instructions, and the topic of the answer.
 
     {"instructions": [{"kind": "at_most_words", "count": 12}, {"kind": "no_commas"}],
      "topic": ["rain", "water", "cloud"], "min_words": 6}
@@ -25,7 +25,7 @@ _FENCE = re.compile(r"^```(?:json)?\s*|\s*```$")
 
 
 def words(text: str) -> list[str]:
-    """Return the words of a text, without punctuation.
+    """Split a text into its words, without punctuation.
 
     >>> words("It's a well-known fact, isn't it?")
     ["It's", 'a', 'well-known', 'fact', "isn't", 'it']
@@ -53,7 +53,7 @@ def _contains(text: str, options: Options) -> bool:
 
 
 def _wanted(options: Options) -> list[str]:
-    """Return the words that the answer must have. Raises TypeError for an option that names none."""
+    """The words that the answer must have. Raises TypeError for an option that names none."""
     word = options["word"]
     # Of "C++" only the C would be looked for.
     if not isinstance(word, str) or not words(word) or words(word) != [one.strip(_MARKS) for one in word.split()]:
@@ -62,7 +62,7 @@ def _wanted(options: Options) -> list[str]:
 
 
 def _count(options: Options) -> int:
-    """Return the number that an instruction asks for. Raises TypeError for an option that is no whole number from 1 on."""
+    """The number that an instruction asks for. Raises TypeError unless it is a whole number of at least 1."""
     count = options["count"]
     if isinstance(count, bool) or not isinstance(count, (int, float)) or count % 1 or count < 1:
         raise TypeError(f"count = {count!r} is no whole number from 1 on")
@@ -70,7 +70,7 @@ def _count(options: Options) -> int:
 
 
 def _json_object(text: str, options: Options) -> bool:
-    """Return whether the text, without a fence around it, is an object with this one key and a text as its value."""
+    """Whether the text, without a fence around it, is an object with this one key and a text as its value."""
     try:
         value = json.loads(_FENCE.sub("", text.strip()))
     except (ValueError, RecursionError):
@@ -111,7 +111,7 @@ CHECKS: Mapping[str, Callable[[str, Options], bool]] = {
 
 
 def follows(text: str, instruction: Options, *, loose: bool = False) -> bool:
-    """Return whether `text` follows one instruction.
+    """Whether `text` follows one instruction.
 
     `loose` also accepts a text that follows it without its first or its last line, or without asterisks, as IFEval's
     loose accuracy does. Raises KeyError for a kind or an option that is missing, TypeError for an
@@ -142,7 +142,7 @@ def instructions_followed(
     loose: bool = False,
     **columns: Any,
 ) -> list[float | None]:
-    """Return 1.0 where the answer follows all instructions of its label, else 0.0 (`partial`: the share it follows).
+    """Score 1.0 if the answer follows all instructions of its label, else 0.0 (`partial`: the fraction it follows).
 
     None for a prompt without a label; RewardError for a label that is not as described above.
     """
@@ -161,7 +161,7 @@ def instructions_followed(
 def on_topic(
     prompts: Sequence[str], completions: Sequence[str], labels: Sequence[str | None], **columns: Any
 ) -> list[float | None]:
-    """Return 1.0 where the answer has `min_words` words and one of them starts like a word of `topic`, else 0.0.
+    """Score 1.0 if the answer has `min_words` words and a word that starts like a word of `topic`, else 0.0.
 
     An instruction for fewer words lowers `min_words`. None for a prompt without a label.
     """

@@ -19,7 +19,7 @@ T = TypeVar("T")
 def against_labels(
     completions: Sequence[str], labels: Sequence[str | None], judge: Callable[[str, str], T]
 ) -> list[T | None]:
-    """Return `judge(completion, label)` for each; None where the label is missing or empty.
+    """Apply `judge(completion, label)` to each answer; None where the label is missing or empty.
 
     >>> against_labels(["4", "5"], ["4", None], lambda text, label: float(text == label))
     [1.0, None]
@@ -53,7 +53,7 @@ def expected_texts(label: str) -> tuple[str, ...]:
 
 
 def normalized(text: str, *, ignore_case: bool = True) -> str:
-    """A text without differences of spelling: white space, a final period, `42.0` for 42, and characters (`fold`).
+    """Normalize the spelling of a text: white space, a final period, `42.0` to 42, and characters (`fold`).
 
     >>> normalized(" \u2212Five. "), normalized("42.0")
     ('-five', '42')
@@ -76,7 +76,7 @@ def _value(label: str) -> Any:
 
 
 def needed(module: str, package: str) -> ModuleType:
-    """Return the module of an optional package; ConfigError names the package where it is not installed."""
+    """Import the module of an optional package; ConfigError names the package if it is not installed."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

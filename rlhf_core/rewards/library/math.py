@@ -1,4 +1,4 @@
-"""Mathematical answers, compared by what they mean: 1/2, 0.5 and \\frac{1}{2} are equal (math-verify)."""
+"""Mathematical answers, compared by their meaning: 1/2, 0.5 and \\frac{1}{2} are equal (math-verify)."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def math_reward(
     timeout_s: float = 5.0,
     **columns: Any,
 ) -> list[float | None]:
-    r"""Return 1.0 where the answer's final expression equals the label's, else 0.0.
+    r"""Score 1.0 if the answer's final expression equals the label's, else 0.0.
 
-    The label is LaTeX or plain, in `\boxed{}` or `$...$` or bare. None where there is no label, where it is a table or a list of
-    texts or cannot be read as mathematics, and where reading or comparing takes longer than `timeout_s` (a comparison that never
-    ends inside one C call ends with the process's own deadline). RewardError outside the main thread: the deadline is a
-    signal.
+    The label is LaTeX or plain, in `\boxed{}` or `$...$` or bare. None where the label is missing, where it is a table
+    or a list of texts or cannot be read as mathematics, and where reading or comparing takes longer than `timeout_s` (a
+    comparison that never ends inside one C call ends with the process's own deadline). RewardError outside the main
+    thread: the deadline is a signal.
     """
     if threading.current_thread() is not threading.main_thread():
         raise RewardError(
@@ -56,7 +56,7 @@ def math_reward(
 
 
 class _Expired(BaseException):
-    """Not an Exception: math-verify and sympy catch those and go on."""
+    """Not an Exception, because math-verify and sympy catch those and continue."""
 
 
 def _read_label(label: str, parse: Callable[..., list[Any]]) -> list[Any]:

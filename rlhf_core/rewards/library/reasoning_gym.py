@@ -21,7 +21,7 @@ def reasoning_gym_reward(
     dataset: str = "",
     **columns: Any,
 ) -> list[float | None]:
-    """Return the score in [0, 1] that reasoning-gym gives the answer: the last `<answer>` block, or else all of it.
+    """Score the answer with reasoning-gym, in [0, 1]: its last `<answer>` block, or else all of it.
 
     The label is the JSON of a task's entry: `{"question": ..., "answer": ..., "metadata": {"source_dataset": ...}}`;
     `dataset` names the rule where the metadata do not. None without a label.

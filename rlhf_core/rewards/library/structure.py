@@ -1,4 +1,4 @@
-"""Rewards of form: thoughts in their tags, and JSON that fits a schema."""
+"""Rewards for format: thoughts in their tags, and JSON that fits a schema."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def think_format(
     answer_tag: bool = False,
     **columns: Any,
 ) -> list[float | None]:
-    """Return 1.0 where the answer is one `<think>` block and then something else that is not empty.
+    """Score 1.0 if the answer is one `<think>` block followed by more text that is not empty, else 0.0.
 
     `opened`: the prompt ends with `<think>`, so the answer starts inside the block. `answer_tag`: the rest must be one
     `<answer>` block. Neither part may hold any of the tags again.
@@ -48,10 +48,10 @@ def json_schema(
     schema: dict[str, Any] | None = None,
     **columns: Any,
 ) -> list[float | None]:
-    """Return 1.0 where the answer is JSON, bare or in its last code fence, that fits `schema`.
+    """Score 1.0 if the answer is JSON, bare or in its last code fence, that fits `schema`, else 0.0.
 
-    Without `schema` each label is one; None where there is no label, DataError where it is no schema, or one that asks for
-    nothing. Nothing is fetched for a `$ref` elsewhere.
+    Without `schema` each label is one; None where the label is missing, DataError where it is no schema, or one without
+    requirements. Nothing is fetched for a `$ref` elsewhere.
     """
     jsonschema, referencing = needed("jsonschema", "jsonschema"), needed("referencing", "referencing")
 
@@ -86,7 +86,7 @@ def _schema_of(label: str) -> Any:
 
 
 def _read_json(text: str) -> tuple[Any] | None:
-    """The value in a tuple, for it may be null; None if there is no JSON."""
+    """The parsed value in a tuple, because it may be null; None if no JSON is found."""
     found = fences(text)
     named = last_fence(found, lambda one: bool(_JSON.fullmatch(one.language)))
     content = last_fence(found, lambda one: not one.language) if named is None else named

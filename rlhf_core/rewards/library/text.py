@@ -21,7 +21,7 @@ def exact_match(
     ignore_case: bool = True,
     **columns: Any,
 ) -> list[float | None]:
-    """Return 1.0 where the answer is the label in any spelling; None for no label, only periods, a table or a list of texts."""
+    """Score 1.0 if the answer is the label in any spelling. None for no label, only periods, a table or a list."""
 
     def judge(text: str, label: str) -> float | None:
         expected = {normalized(one, ignore_case=ignore_case) for one in expected_texts(label)} - {""}
@@ -39,7 +39,7 @@ def regex_match(
     whole: bool = False,
     **columns: Any,
 ) -> list[float | None]:
-    r"""Return 1.0 where `pattern` is found in the answer (`whole`: matches all of it). A dot matches newlines too.
+    r"""Score 1.0 if `pattern` is found in the answer (`whole`: matches all of it). A dot matches newlines too.
 
     `{label}` in the pattern stands for the escaped label; then None without a label.
     """
@@ -67,7 +67,7 @@ def length_target(
     unit: Unit = "tokens",
     **columns: Any,
 ) -> list[float | None]:
-    """Return 1 at the length `target`, falling linearly to 0 at `width` away from it on either side."""
+    """Score 1 at the length `target`, falling linearly to 0 at `width` away from it on either side."""
     lengths = _lengths(completions, unit, columns)
     return [max(0.0, 1.0 - abs(length - target) / width) for length in lengths]
 
@@ -83,7 +83,7 @@ def overlong_penalty(
     unit: Unit = "tokens",
     **columns: Any,
 ) -> list[float | None]:
-    """Return DAPO's soft penalty (arXiv 2503.14476 eq. 13): 0 up to limit - buffer, then linearly to -factor at limit."""
+    """DAPO's soft penalty (arXiv 2503.14476 eq. 13): 0 up to limit - buffer, then linearly to -factor at limit."""
     lengths = _lengths(completions, unit, columns)
     return [soft_overlong(length, max_tokens=limit, buffer_tokens=buffer, factor=factor) for length in lengths]
 
@@ -97,7 +97,7 @@ def repetition_penalty(
     factor: float = 1.0,
     **columns: Any,
 ) -> list[float | None]:
-    """Return -factor times the share of word n-grams that were there before (arXiv 2502.03373); 0 where there is none.
+    """Score -factor times the fraction of repeated word n-grams (arXiv 2502.03373); 0 without repetition.
 
     >>> repetition_penalty([""], ["a b a b a"], [None], ngram=2)
     [-0.5]

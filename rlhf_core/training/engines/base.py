@@ -131,7 +131,7 @@ class Engine(Protocol):
         """Whether a `snapshot` must be written before the next step, which changes its tensors."""
 
     def forward(self, compute: Callable[[nn.Module], T]) -> T:
-        """Return `compute(model)`. Under ZeRO, the weights are available only inside `compute`."""
+        """Call `compute(model)`. Under ZeRO, the weights are available only inside `compute`."""
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradient of `loss`, a partial sum over global denominators. Ranks are summed, not averaged."""
@@ -143,16 +143,17 @@ class Engine(Protocol):
         """
 
     def passes(self, wanted: int) -> int:
-        """Return how many forward passes this rank must make if it has work for `wanted` (collective under ZeRO)."""
+        """Number of forward passes that this rank must make if it has work for `wanted` (collective under ZeRO)."""
 
     def stream(self) -> WeightStream:
-        """Return the whole, merged weights under their names in a checkpoint; every rank must iterate it.
+        """Stream the whole, merged weights under their names in a checkpoint; every rank must iterate it.
 
-        Above what is resident, a rank holds the weight that is yielded, or its layer where transformers changes names.
+        In addition to its resident weights, a rank holds the yielded weight, or its layer where transformers changes
+        names.
         """
 
     def snapshot(self, folder: Path) -> dict[Path, Any]:
-        """Return the values that this rank must write for a checkpoint in `folder`, by file, as independent copies.
+        """Copy the values that this rank must write for a checkpoint in `folder`, by file.
 
         With `writes_in_place` they are the states themselves. Every rank must call it with the same folder.
         """
@@ -171,7 +172,7 @@ class Engine(Protocol):
 
 
 def open_engine(spec: ModelSpec, optimizer: OptimizerConfig | None, config: TrainerConfig) -> Engine:
-    """Return the engine of `config` for the model of `spec`, which is frozen if there is no optimizer.
+    """Open the engine of `config` for the model of `spec`, which is frozen without an optimizer.
 
     A frozen model that is not partitioned (ZeRO below stage 3) does not need DeepSpeed and uses the plain engine.
     Raises ConfigError for training with the plain engine on several ranks.

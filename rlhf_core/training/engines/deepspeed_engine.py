@@ -9,7 +9,7 @@ global denominators, so each loss is first multiplied by the number of ranks.
 
 Resume ZeRO from a checkpoint of a different number of ranks, through DeepSpeed's universal checkpoint.
 
-Rank 0 converts the ranks' partitions to one folder per parameter, beside them, and every rank reads its part of each.
+Rank 0 converts the ranks' partitions to one folder per parameter, next to them, and every rank reads its part of each.
 """
 
 import contextlib
@@ -192,7 +192,7 @@ class DeepSpeedEngine:
             sum_head_norms(module, deepspeed.utils.groups.get_tensor_model_parallel_group())
 
     def forward(self, compute: Callable[[nn.Module], T]) -> T:
-        """Return `compute(module)`, run in DeepSpeed's forward pass so that its hooks see the model and the loss."""
+        """Call `compute(module)` in DeepSpeed's forward pass so that its hooks see the model and the loss."""
         with saved_tensors_hooks(save_view, make_view) if self._stage == 3 else contextlib.nullcontext():
             visible, result = self._engine(compute)
         if isinstance(result, LossOutput):
@@ -201,7 +201,7 @@ class DeepSpeedEngine:
         return result
 
     def backward(self, loss: Tensor) -> None:
-        """Accumulate the gradient of `loss`. Ranks are summed, except those that share their rows."""
+        """Accumulate the gradient of `loss`. Ranks are summed, except ranks that share their rows."""
         self._engine.backward(loss * self._weight)  # DeepSpeed divides by the number of ranks
 
     def step(self, learning_rate: float) -> float:
@@ -211,7 +211,7 @@ class DeepSpeedEngine:
         return float(self._engine.get_global_grad_norm()) if self._engine.was_step_applied() else math.inf
 
     def passes(self, wanted: int) -> int:
-        """Return the maximum `wanted` of all ranks: ZeRO reduces in every pass (2, 3) or needs every gradient (1)."""
+        """The maximum `wanted` of all ranks: ZeRO reduces in every pass (2, 3) or needs every gradient (1)."""
         return wanted if self._world == 1 else largest(wanted)
 
     def stream(self) -> WeightStream:
@@ -226,8 +226,8 @@ class DeepSpeedEngine:
     def try_out(self, check: Callable[[nn.Module], None]) -> None:
         """Run `check(module)` without gradients on a model of ZeRO stage 3.
 
-        Its passes are not those of training. DeepSpeed would expect their order in all later passes, and gather and keep
-        weights for it.
+        Its passes differ from the passes of training. DeepSpeed would expect their order in all later passes, and
+        gather and keep weights for it.
         """
         optimizer = self._engine.optimizer
         with torch.no_grad(), suspend_leaf_hooks(optimizer):
@@ -236,7 +236,7 @@ class DeepSpeedEngine:
         optimizer.empty_partition_cache()
 
     def snapshot(self, folder: Path) -> dict[Path, Any]:
-        """Return copies of trained weights and optimizer: rank 0's at stage 0 (ranks are equal), else DeepSpeed's.
+        """Copy trained weights and optimizer: rank 0's at stage 0 (ranks are equal), else DeepSpeed's.
 
         Offloaded states are not copied: host memory would have to hold them twice.
         """

@@ -6,9 +6,9 @@ the storages are emptied and filled again, so that all their views, including De
 Keep the host memory that one training step frees for the next one.
 
 glibc returns a freed block of more than 32 MiB to the system at once, and smaller ones when the end of its heap is free.
-A training step on a CPU then writes gigabytes of fresh pages, each of which the system clears first. Kept, they stay with
-the process between its steps, and blocks of many sizes leave gaps between them, so its memory grows. It goes back where
-the machine has little left.
+A training step on a CPU then writes gigabytes of fresh pages, each of which the system clears first. If they are kept,
+they stay with the process between its steps, and gaps between blocks of many sizes make its memory grow. They are
+released when the machine has little memory left.
 """
 
 import ctypes
@@ -34,9 +34,9 @@ SHORT = 0.25  # leaves a quarter to the page cache, engines and other runs
 
 
 def keep_freed_memory() -> bool:
-    """Keep memory that the main thread of this process frees; return whether it does.
+    """Keep memory that the main thread of this process frees; true if this is possible.
 
-    It does not where the C library is no glibc, or where the environment has one of `OWN_SETTINGS`.
+    It is not where the C library is no glibc, or where the environment has any of `OWN_SETTINGS`.
     """
     if not OWN_SETTINGS.isdisjoint(os.environ) or (libc := _glibc()) is None:
         return False
@@ -44,20 +44,20 @@ def keep_freed_memory() -> bool:
 
 
 def release_freed_memory() -> None:
-    """Return all freed memory to the system, if the C library is glibc."""
+    """Release all freed memory to the system, if the C library is glibc."""
     if (libc := _glibc()) is not None:
         libc.malloc_trim(0)
 
 
 def release_if_short() -> None:
-    """Return all freed memory to the system if it has less than `SHORT` of its memory left."""
+    """Release all freed memory to the system if less than `SHORT` of its memory is left."""
     memory = psutil.virtual_memory()
     if memory.available < SHORT * memory.total:
         release_freed_memory()
 
 
 def _glibc() -> Any:
-    """Return the C library of this process if it is glibc, else None."""
+    """The C library of this process if it is glibc, else None."""
     libc = ctypes.CDLL(None)
     return libc if all(hasattr(libc, name) for name in ("gnu_get_libc_version", "mallopt", "malloc_trim")) else None
 
@@ -83,7 +83,7 @@ class HostCopies:
         self._copies: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
 
     def take(self, tensors: Iterable[Tensor], device: torch.device) -> int:
-        """Copy those of `tensors` that are on `device`, free them there and return the number of bytes freed.
+        """Copy the `tensors` that are on `device`, free them there and return the number of bytes freed.
 
         The tensors must not be read or written until `give_back`.
         """
@@ -136,7 +136,7 @@ def optimizer_tensors(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def release_cached() -> None:
-    """Return the freed memory of the GPU and of the host that this process keeps, so that others can use it."""
+    """Release the freed memory of the GPU and of the host that this process keeps, so that others can use it."""
     gc.collect()
     release_freed_memory()
     if torch.cuda.is_initialized():

@@ -1,7 +1,7 @@
 """Use DeepSpeed's tensor parallelism (AutoTP), which splits every attention and MLP weight over the ranks of a group.
 
 Every rank of a group gets the same samples. Embeddings, norms and the LM head stay whole on every rank, and their
-gradients are the same on all ranks: between two split layers there are only a rank's own heads, and the inputs and
+gradients are the same on all ranks: between two split layers a rank sees only its own heads, and the inputs and
 outputs of that region are summed over the group. For a whole parameter *inside* the region, each rank has the gradient
 of its own heads only. Qwen3 and Gemma 3 have such parameters, the norms of queries and keys over the width of one head,
 and their gradients are summed over the group too. A model with any other such parameter is refused.
@@ -65,9 +65,9 @@ def check_partition(module: nn.Module, size: int, world: int) -> None:
 
 
 def head_norms(module: nn.Module) -> list[nn.Parameter]:
-    """Return the whole parameters that see only a rank's own heads, in the order of the layers.
+    """Find the whole parameters that see only a rank's own heads, in the order of the layers.
 
-    Raises ConfigError if parameters other than norms over one head are beside the split layers.
+    Raises ConfigError if parameters other than norms over one head are next to the split layers.
     """
     any_module: Any = module
     config = any_module.config.get_text_config()
@@ -105,7 +105,7 @@ def sum_head_norms(module: nn.Module, group: Any) -> None:
 
 
 def partition_settings(size: int) -> dict[str, Any]:
-    """Return the DeepSpeed settings for groups of `size` consecutive ranks."""
+    """DeepSpeed settings for groups of `size` consecutive ranks."""
     specs = [
         {"patterns": [rf".*\.({'|'.join(names)})\.(weight|bias)$"], "partition_type": kind}
         for kind, names in SPLIT.items()
@@ -115,10 +115,10 @@ def partition_settings(size: int) -> dict[str, Any]:
 
 @contextmanager
 def whole_layers(module: nn.Module, tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Gather on every rank, inside this context, the parts of the layers of `module` that have one of `tensors`."""
+    """Gather on every rank, inside this context, all parts of the layers of `module` with one of `tensors`."""
     parts = []
     wanted = {id(tensor) for tensor in tensors}
-    layers: list[Any] = list(module.modules())  # those of AutoTP have `gather_params`
+    layers: list[Any] = list(module.modules())  # layers of AutoTP have `gather_params`
     for layer in layers:
         own = list(layer.parameters(recurse=False))
         if hasattr(layer, "gather_params") and not wanted.isdisjoint(map(id, own)):

@@ -47,7 +47,7 @@ class PlacedModel:
     device: torch.device
 
     def batch(self, samples: Sequences | Sequence[Any], *, pack_to: int | None = None) -> TokenBatch:
-        """Return `samples` as one batch on the device, packed into rows of `pack_to` tokens if it is set."""
+        """Move `samples` to the device as one batch, packed into rows of `pack_to` tokens if it is set."""
         return collate(samples, pad_id=self.pad_id, pack_to=pack_to).to(self.device)
 
 
@@ -63,13 +63,13 @@ class SftObjective:
     dft: bool = False
 
     def denominators(self, samples: Sequence[TokenSample]) -> dict[str, float]:
-        """Return the number of masked tokens."""
+        """Count the masked tokens."""
         return {"tokens": count_tokens(samples)}
 
     def compute(
         self, model: PlacedModel, samples: Sequence[TokenSample], denominators: Mapping[str, float]
     ) -> LossOutput:
-        """Return the share of `samples` in the loss, with the metrics `loss` and `nll`."""
+        """Compute the share of `samples` in the loss, with the metrics `loss` and `nll`."""
         batch = model.batch(samples, pack_to=self.pack_to)
         logprobs_BL, _ = token_logprobs(model.module, batch, temperature=1.0, with_entropy=False)
         output = sft_loss(logprobs_BL, batch.loss_mask_BL, tokens=denominators["tokens"], dft=self.dft)
@@ -84,11 +84,11 @@ class Scaled:
     coef: float
 
     def denominators(self, samples: Any) -> dict[str, float]:
-        """Return the denominators of the objective."""
+        """The denominators of the objective."""
         return self.objective.denominators(samples)
 
     def compute(self, model: PlacedModel, samples: Any, denominators: Mapping[str, float]) -> LossOutput:
-        """Return the scaled share of `samples`."""
+        """Compute the scaled share of `samples`."""
         output = self.objective.compute(model, samples, denominators)
         return total(self.coef * output.loss, output.metrics)
 
@@ -103,13 +103,13 @@ class BradleyTerryObjective:
     centering_coef: float
 
     def denominators(self, samples: Sequence[RewardPair]) -> dict[str, float]:
-        """Return the number of pairs."""
+        """Count the pairs."""
         return {"pairs": float(len(samples))}
 
     def compute(
         self, model: PlacedModel, samples: Sequence[RewardPair], denominators: Mapping[str, float]
     ) -> LossOutput:
-        """Return the share of `samples` in the loss, with the metrics `loss`, `accuracy` and `margin`."""
+        """Compute the share of `samples` in the loss, with the metrics `loss`, `accuracy` and `margin`."""
         sequences = [pair.chosen_ids for pair in samples] + [pair.rejected_ids for pair in samples]
         scores_N = sequence_scores(model.module, model.batch(Sequences.from_token_ids(sequences)))
         chosen_B, rejected_B = scores_N.split(len(samples))
@@ -144,14 +144,14 @@ class PolicyObjective:
     """Fields of the samples, of which the reference's and the experts may be missing."""
 
     def denominators(self, samples: Sequences | Subset) -> dict[str, float]:
-        """Return the number of masked tokens and the number of sequences."""
+        """Count the masked tokens and the sequences."""
         return {"tokens": count_tokens(samples), "sequences": float(len(samples))}
 
     def compute(self, model: PlacedModel, samples: Sequences, denominators: Mapping[str, float]) -> LossOutput:
-        """Return the share of `samples` in the loss.
+        """Share of `samples` in the loss.
 
-        The metrics are `loss`, those of `policy_output`, `entropy`, `correction_fraction`, `ref_kl` (k3) if the samples
-        have the reference's log-probs, and `kl_loss` if used. Raises DataError for a penalty without reference
+        The metrics are `loss`, the metrics of `policy_output`, `entropy`, `correction_fraction`, `ref_kl` (k3) if the
+        samples have the reference's log-probs, and `kl_loss` if used. Raises DataError for a penalty without reference
         log-probs.
         """
         batch = model.batch(samples)
@@ -220,11 +220,11 @@ class ValueObjective:
     clip: float | None
 
     def denominators(self, samples: Sequences | Subset) -> dict[str, float]:
-        """Return the number of masked tokens."""
+        """Count the masked tokens."""
         return {"tokens": count_tokens(samples)}
 
     def compute(self, model: PlacedModel, samples: Sequences, denominators: Mapping[str, float]) -> LossOutput:
-        """Return the share of `samples` in the loss, with the metrics `loss` and those of `clipped_value_loss`."""
+        """Share of `samples` in the loss, with `loss` and the metrics of `clipped_value_loss`."""
         batch = model.batch(samples)
         output = clipped_value_loss(
             token_values(model.module, batch),
@@ -253,7 +253,7 @@ def count_tokens(samples: Sequences | Subset | Sequence[TokenSample] | Sequence[
 
 
 def total(loss: Tensor, metrics: Mapping[str, Tensor]) -> LossOutput:
-    """Return `loss` with its metrics, and with itself as the metric `loss`."""
+    """Combine `loss` with its metrics, and with itself as the metric `loss`."""
     return LossOutput(loss, {name: value.detach() for name, value in {**metrics, "loss": loss}.items()})
 
 
@@ -269,13 +269,13 @@ class StepObjective:
     """
 
     def denominators(self, samples: Sequence[StepSample]) -> dict[str, float]:
-        """Return the number of judged steps."""
+        """Count the judged steps."""
         return {"steps": float(sum(sample.loss_mask.count(1) for sample in samples))}
 
     def compute(
         self, model: PlacedModel, samples: Sequence[StepSample], denominators: Mapping[str, float]
     ) -> LossOutput:
-        """Return the share of `samples` in the loss, with the metrics `loss`, `accuracy` and `positive_fraction`."""
+        """Share of `samples` in the loss, with the metrics `loss`, `accuracy` and `positive_fraction`."""
         batch = model.batch(samples)
         judged = batch.masked_positions()
         logits_S = step_scores(model.module, batch)[judged]
@@ -293,11 +293,11 @@ class RoutedObjective:
     coef: float
 
     def denominators(self, samples: Any) -> dict[str, float]:
-        """Return the denominators of the objective and the number of token rows."""
+        """The denominators of the objective and the number of token rows."""
         return step_counts(self.objective, samples)
 
     def compute(self, model: PlacedModel, samples: Any, denominators: Mapping[str, float]) -> LossOutput:
-        """Return the share of `samples` in the sum of both losses."""
+        """Share of `samples` in the sum of both losses."""
         with watching() as routing:
             output = self.objective.compute(model, samples, denominators)
         balance = routing.total() / denominators[ROWS]  # mean over the token rows of the whole step

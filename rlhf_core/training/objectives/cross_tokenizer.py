@@ -1,6 +1,6 @@
 """Distill teachers with other tokenizers into a student, by universal logit distillation (`rlhf_core.algorithms.distillation`).
 
-Legend: T masked tokens, C those of one chunk, V vocabulary, K likeliest other tokens, G groups, N outcomes.
+Legend: T masked tokens, C tokens of one chunk, V vocabulary, K likeliest other tokens, G groups, N outcomes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,7 +37,7 @@ class CrossTokenizerObjective:
     weights: tuple[tuple[str, float], ...]
 
     def denominators(self, samples: Sequence[AlignedSample] | Sequence[CrossTokenizerSample]) -> dict[str, float]:
-        """Return the number of masked tokens, and that of the groups of each teacher (at least 1)."""
+        """Count the masked tokens, and the groups of each teacher (at least 1)."""
         counts = {"tokens": count_tokens([TokenSample(sample.token_ids, sample.loss_mask) for sample in samples])}
         for number, (name, _) in enumerate(self.weights):
             counts[f"groups/{name}"] = max(1.0, float(sum(sample.teachers[number].count for sample in samples)))
@@ -46,7 +46,7 @@ class CrossTokenizerObjective:
     def compute(
         self, model: PlacedModel, samples: Sequence[CrossTokenizerSample], denominators: Mapping[str, float]
     ) -> LossOutput:
-        """Return the share of `samples` in the loss.
+        """Share of `samples` in the loss.
 
         The metrics are `loss`, `divergence`, `nll`, `aligned` (share of the masked tokens that are in a group) and
         `logprob_gap` (mean difference of the log-probs of a group's text), both weighted over the teachers, and with
@@ -84,10 +84,10 @@ class CrossTokenizerObjective:
 
 
 def teacher_outcomes(teacher: AlignedTeacher, top: TopLogprobs, *, k: int) -> TeacherOutcomes:
-    """Return the outcomes at the groups of a sample.
+    """The teacher's outcomes at the groups of a sample.
 
-    `top` are the teacher's log-probs at the masked tokens of its own sample: of the `k` + 1 likeliest tokens, one of which
-    may be the text's own, or of all for k = 0.
+    `top` are the teacher's log-probs at the masked tokens of its own sample: of the `k` + 1 likeliest tokens, which may
+    include the text's own, or of all for k = 0.
     """
     own_ids = [
         token for token, masked in zip(teacher.sample.token_ids, teacher.sample.loss_mask, strict=True) if masked
@@ -105,7 +105,7 @@ def teacher_outcomes(teacher: AlignedTeacher, top: TopLogprobs, *, k: int) -> Te
 
 
 def _chunk(logits_CV: Tensor, targets_C: Tensor, *, k: int, temperature: float) -> Tensor:
-    """Return the negative log-likelihood, the log-prob of the text's token, and those of other tokens [C, 2 + K]."""
+    """Negative log-likelihood, log-prob of the text's token, and log-probs of other tokens [C, 2 + K]."""
     nll_C = cross_entropy(logits_CV, targets_C, reduction="none")
     logprobs_CV = log_softmax(logits_CV / temperature, dim=-1)
     own_C1 = logprobs_CV.gather(1, targets_C.unsqueeze(1))
@@ -113,7 +113,7 @@ def _chunk(logits_CV: Tensor, targets_C: Tensor, *, k: int, temperature: float) 
 
 
 def _spans(samples: Sequence[CrossTokenizerSample], outcomes: Sequence[TeacherOutcomes]) -> list[tuple[int, int]]:
-    """Return the groups of all samples, counted in the masked tokens of the batch."""
+    """Groups of all samples, counted in the masked tokens of the batch."""
     before = accumulate((sample.loss_mask.count(1) for sample in samples), initial=0)
     return [
         (first + start, first + end) for first, one in zip(before, outcomes, strict=False) for start, end in one.spans
@@ -121,6 +121,6 @@ def _spans(samples: Sequence[CrossTokenizerSample], outcomes: Sequence[TeacherOu
 
 
 def _stacked(others: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the outcomes of all groups, padded with zeros to the widest."""
+    """Stack the outcomes of all groups, padded with zeros to the widest."""
     width = max(one.shape[1] for one in others)
     return np.concatenate([np.pad(one, ((0, 0), (0, width - one.shape[1]))) for one in others])

@@ -1,6 +1,6 @@
 """Distill the distributions of one or several teachers at masked tokens into a student.
 
-Legend: T masked tokens, C those of one chunk, V vocabulary, K a teacher's most likely tokens, N numbers of a chunk.
+Legend: T masked tokens, C tokens of one chunk, V vocabulary, K a teacher's most likely tokens, N numbers of a chunk.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,13 +41,13 @@ class DistillationObjective:
     weights: tuple[tuple[str, float], ...] = ONE_TEACHER
 
     def denominators(self, samples: Sequence[DistillationSample]) -> dict[str, float]:
-        """Return the number of masked tokens."""
+        """Count the masked tokens."""
         return {"tokens": count_tokens(samples)}
 
     def compute(
         self, model: PlacedModel, samples: Sequence[DistillationSample], denominators: Mapping[str, float]
     ) -> LossOutput:
-        """Return the share of `samples` in the loss.
+        """Share of `samples` in the loss.
 
         The metrics are `loss`, `divergence`, `agreement` (same most likely token), `nll`, and with several teachers
         `divergence/<name>`.
@@ -76,8 +76,9 @@ class DistillationObjective:
     def _chunk(
         self, logits_CV: Tensor, targets_C: Tensor, *inputs_CK: Tensor, tokens: float, names: Sequence[str]
     ) -> Tensor:
-        """Return divergence, agreement, the divergence of each of `names`, and negative log-likelihood [1, N] of a chunk,
-        each divided by `tokens`."""
+        """Divergence, agreement, the divergence of each of `names`, and negative log-likelihood [1, N] of a chunk, each
+        divided by `tokens`.
+        """
         output = multi_teacher_loss(
             logits_CV,
             [(logprobs_CK, ids_CK.long()) for logprobs_CK, ids_CK in zip(inputs_CK[::2], inputs_CK[1::2], strict=True)],
@@ -93,7 +94,7 @@ class DistillationObjective:
 
 
 def top_logprobs(model: nn.Module, batch: TokenBatch, *, k: int, temperature: float) -> list[TopLogprobs]:
-    """Return the `k` most likely tokens of softmax(logits / temperature) at each sample's masked positions, on the CPU.
+    """Compute the `k` most likely tokens of softmax(logits / temperature) at each masked position, on the CPU.
 
     k = 0 returns all tokens. `batch` must have one sample per row. Call it without gradients.
     """
@@ -118,10 +119,10 @@ class Teachers(Protocol):
     """One or several frozen models that complete the samples which a student is trained on."""
 
     def taught(self, samples: Sequence[Any]) -> list[Any]:
-        """Return each sample with its teachers' log-probs."""
+        """Add the teachers' log-probs to each sample."""
 
     def elements(self, sample: Any) -> int:
-        """Return the number of teacher log-probs of a sample, which limits the samples held at once."""
+        """Count the teacher log-probs of a sample, which limits the samples held at once."""
 
 
 @dataclass(frozen=True)
@@ -134,13 +135,13 @@ class SameVocabulary:
     vocabulary: int
 
     def taught(self, samples: Sequence[TokenSample]) -> list[DistillationSample]:
-        """Return each sample with the distributions of the teachers at its masked tokens."""
+        """Add the distributions of the teachers at its masked tokens to each sample."""
         tops = [one.top_logprobs(samples, k=self.k, temperature=self.temperature) for one in self.trainers]
         rows = zip(samples, *tops, strict=True)
         return [DistillationSample(one.token_ids, one.loss_mask, tuple(teachers)) for one, *teachers in rows]
 
     def elements(self, sample: TokenSample) -> int:
-        """Return the number of log-probs of all teachers at the sample's masked tokens."""
+        """Count the log-probs of all teachers at the sample's masked tokens."""
         return sample.loss_mask.count(1) * (self.k or self.vocabulary) * len(self.trainers)
 
 
@@ -163,7 +164,7 @@ class RoutedTeachers:
     vocabulary: int
 
     def taught(self, samples: Sequence[RoutedSample]) -> list[DistillationSample]:
-        """Return each sample with the distribution of its teacher at its masked tokens."""
+        """Add the distribution of its teacher at its masked tokens to each sample."""
         made: dict[int, TopLogprobs] = {}
         for number, trainer in enumerate(self.trainers):
             own = [at for at, sample in enumerate(samples) if sample.teacher == number]
@@ -174,13 +175,13 @@ class RoutedTeachers:
         return [DistillationSample(one.token_ids, one.loss_mask, (made[at],)) for at, one in enumerate(samples)]
 
     def elements(self, sample: RoutedSample) -> int:
-        """Return the number of log-probs of one teacher at the sample's masked tokens."""
+        """Count the log-probs of one teacher at the sample's masked tokens."""
         return sample.loss_mask.count(1) * (self.k or self.vocabulary)
 
 
 @dataclass(frozen=True)
 class OtherVocabularies:
-    """Teachers with tokenizers of their own: the `k` likeliest outcomes at each group of tokens (0: all of them)."""
+    """Teachers with other tokenizers: the `k` likeliest outcomes at each group of tokens (0: all of them)."""
 
     trainers: tuple[Trainer, ...]
     k: int
@@ -188,7 +189,7 @@ class OtherVocabularies:
     vocabularies: tuple[int, ...]
 
     def taught(self, samples: Sequence[AlignedSample]) -> list[CrossTokenizerSample]:
-        """Return each sample with the outcomes of the teachers at its groups."""
+        """Add the outcomes of the teachers at its groups to each sample."""
         outcomes = []
         for number, trainer in enumerate(self.trainers):
             theirs = [sample.teachers[number] for sample in samples]
@@ -201,7 +202,7 @@ class OtherVocabularies:
         return [CrossTokenizerSample(one.token_ids, one.loss_mask, tuple(own)) for one, *own in rows]
 
     def elements(self, sample: AlignedSample) -> int:
-        """Return the number of log-probs of all teachers at the masked tokens of their own samples.
+        """Count the log-probs of all teachers at the masked tokens of their own samples.
 
         With k = 0, at least the number of outcomes: every group has as many as the group with most tokens.
         """
@@ -214,5 +215,5 @@ class OtherVocabularies:
 
 
 def _padded(teacher: AlignedTeacher) -> int:
-    """Return the number of the teacher's tokens if each group had as many as the widest."""
+    """Count the teacher's tokens as if each group had as many as the widest."""
     return teacher.count * max((one.teacher_end - one.teacher_start for one in teacher.groups), default=0)

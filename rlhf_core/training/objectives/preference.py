@@ -1,8 +1,8 @@
 """Define objectives on preference data: pairs (DPO and variants) and single answers (KTO, BCO).
 
 Three losses depend on the whole optimizer step before its gradient: KTO on the mean KL, BCO on the mean rewards, AOT on
-the order of the log-ratios. `look_ahead` measures these over all samples of the step without gradients. The loss itself is then a sum
-over samples again, whatever the micro-batches and ranks.
+the order of the log-ratios. `look_ahead` measures these over all samples of the step without gradients. The loss itself
+is then a sum over samples again, independent of micro-batches and ranks.
 
 Legend: B pairs or answers of a micro-batch, L positions.
 """
@@ -42,13 +42,13 @@ class PairObjective:
     """User function for a loss of type custom."""
 
     def denominators(self, samples: Sequence[PreferenceSample]) -> dict[str, float]:
-        """Return the number of pairs and the number of masked tokens of the chosen answers."""
+        """Count the pairs and the masked tokens of the chosen answers."""
         return {"pairs": float(len(samples)), "tokens": count_tokens([sample.chosen for sample in samples])}
 
     def compute(
         self, model: PlacedModel, samples: Sequence[PreferenceSample], denominators: Mapping[str, float]
     ) -> LossOutput:
-        """Return the share of `samples` in the loss, with metrics `loss`, `rewards/*`, `logprobs/*` and maybe `nll`."""
+        """Share of `samples` in the loss, with metrics `loss`, `rewards/*`, `logprobs/*` and maybe `nll`."""
         pairs = _forward_pairs(model, samples, self.length_alpha)
         references = [[s.ref_chosen_logprob, s.ref_rejected_logprob] for s in samples]
         references_B2 = to_device(torch.tensor(references, dtype=torch.float32), model.device)
@@ -74,7 +74,7 @@ class PairObjective:
     def look_ahead(
         self, trainer: Trainer, samples: Sequence[PreferenceSample]
     ) -> tuple[PairObjective, list[PreferenceSample]]:
-        """Return the objective and the samples of a step, rearranged if the loss depends on all of them (AOT)."""
+        """Rearrange the samples of a step if the loss depends on all of them (AOT)."""
         if not self.loss.looks_ahead:
             return self, list(samples)
         sides = [side for sample in samples for side in (sample.chosen, sample.rejected)]
@@ -90,13 +90,13 @@ class KTOObjective:
     kl: float
 
     def denominators(self, samples: Sequence[AnswerSample]) -> dict[str, float]:
-        """Return the number of answers and the number of desirable answers."""
+        """Count the answers and the desirable answers."""
         return _answer_counts(samples)
 
     def compute(
         self, model: PlacedModel, samples: Sequence[AnswerSample], denominators: Mapping[str, float]
     ) -> LossOutput:
-        """Return the share of `samples` in the loss.
+        """Share of `samples` in the loss.
 
         The metrics are `loss`, `kl`, `rewards/desirable` and `rewards/undesirable`.
         """
@@ -108,7 +108,7 @@ class KTOObjective:
         )
 
     def look_ahead(self, trainer: Trainer, samples: Sequence[AnswerSample]) -> tuple[KTOObjective, list[AnswerSample]]:
-        """Return the objective with the step's KL estimate: mean log-ratio of answers to other prompts, at least 0."""
+        """Estimate the step's KL for the objective: mean log-ratio of answers to other prompts, at least 0."""
         sums = [sum(row) for row in logprob_rows(trainer, [sample.mismatched for sample in samples])]
         references = [sample.ref_mismatched_logprob for sample in samples]
         kl = kto_kl(torch.tensor(sums), torch.tensor(references))
@@ -123,13 +123,13 @@ class BCOObjective:
     shift: RewardShift = RewardShift()
 
     def denominators(self, samples: Sequence[AnswerSample]) -> dict[str, float]:
-        """Return the number of answers and the number of desirable answers."""
+        """Count the answers and the desirable answers."""
         return _answer_counts(samples)
 
     def compute(
         self, model: PlacedModel, samples: Sequence[AnswerSample], denominators: Mapping[str, float]
     ) -> LossOutput:
-        """Return the share of `samples` in the loss.
+        """Share of `samples` in the loss.
 
         The metrics are `loss`, `shift`, `rewards/desirable` and `rewards/undesirable`.
         """
@@ -141,7 +141,7 @@ class BCOObjective:
         )
 
     def shifted(self, trainer: Trainer, samples: Sequence[AnswerSample]) -> BCOObjective:
-        """Return the objective with the running means after the rewards of `samples` under the policy as it is now."""
+        """The objective with running means updated by the rewards of `samples` under the present policy."""
         sums = [sum(row) for row in logprob_rows(trainer, [sample.answer for sample in samples])]
         rewards = [self.loss.beta * (now - sample.ref_logprob) for now, sample in zip(sums, samples, strict=True)]
         labeled = list(zip(rewards, samples, strict=True))
@@ -162,18 +162,18 @@ class RunningShift:
         self._objective = objective
 
     def __call__(self, trainer: Trainer, samples: Sequence[AnswerSample]) -> tuple[BCOObjective, list[AnswerSample]]:
-        """Return the objective of a training step: the means move with the step's rewards."""
+        """The objective of a training step: the means move with the step's rewards."""
         self._objective = self._objective.shifted(trainer, samples)
         return self._objective, list(samples)
 
     def evaluated(self, trainer: Trainer, samples: Sequence[AnswerSample]) -> tuple[BCOObjective, list[AnswerSample]]:
-        """Return the objective of an evaluation, with the means as they are; before the first step those of `samples`."""
+        """The objective of an evaluation, with unchanged means; before the first step the means of `samples`."""
         if self._objective.shift == RewardShift():
             return self._objective.shifted(trainer, samples), list(samples)
         return self._objective, list(samples)
 
     def state(self) -> dict[str, float | None]:
-        """Return the means for a checkpoint."""
+        """The means for a checkpoint."""
         shift = self._objective.shift
         return {"desirable": shift.desirable, "undesirable": shift.undesirable}
 
@@ -183,7 +183,7 @@ class RunningShift:
 
 
 def answer_logprob(logprobs: Sequence[float], sample: TokenSample, other: TokenSample, *, alpha: float) -> float:
-    """Return the summed log-prob of an answer, with weight `alpha` for tokens beyond the `other` answer's length."""
+    """Summed log-prob of an answer, with weight `alpha` for tokens beyond the `other` answer's length."""
     row_1L, mask_1L, other_1L = (torch.tensor([row]) for row in (logprobs, sample.loss_mask, other.loss_mask))
     return float(length_desensitised(row_1L.double(), mask_1L, other_1L, alpha=alpha))
 
@@ -193,7 +193,7 @@ def _answer_counts(samples: Sequence[AnswerSample]) -> dict[str, float]:
 
 
 def _forward_answers(model: PlacedModel, samples: Sequence[AnswerSample]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return summed log-probs, those of the reference, and whether each answer is desirable [B]."""
+    """Summed log-probs of the model and of the reference, and whether each answer is desirable [B]."""
     batch = model.batch([sample.answer for sample in samples])
     logprobs_BL, _ = token_logprobs(model.module, batch, temperature=1.0, with_entropy=False)
     return (
