@@ -16,13 +16,12 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
 import psutil
 
-from benchmarks.processes import kill_family
 from campaigns.durability import checks, processes, real_runs
 from campaigns.durability.checks import StageResult
 from campaigns.durability.clocks import Skew
@@ -30,7 +29,7 @@ from campaigns.durability.pipeline import set_one_thread
 from campaigns.durability.real_runs import Run
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.opening import store_root
-from tests.support.faulty_proxy import FaultyProxy, faulty
+from tests.support.faulty_proxy import FaultyProxy, drawn_faults, faulty
 from tests.support.object_servers import SERVERS, environment, running
 
 RATES = {"503": 0.02, "reset": 0.02, "cut": 0.02, "lost": 0.02, "stale": 0.3}
@@ -55,11 +54,7 @@ class Node:
 
     def kill(self, run: Run, *, alone: bool) -> None:
         """Kill a run's process, with or without its descendants, and wait until all processes of this node are gone."""
-        if alone:
-            run.process.kill()
-        else:
-            kill_family(run.process.pid)
-        run.process.wait()
+        real_runs.kill(run, alone=alone)
         deadline = time.monotonic() + real_runs.GONE_WITHIN_S
         while left := list(self._processes()):
             if time.monotonic() > deadline:
@@ -107,7 +102,7 @@ def _round(
 ) -> tuple[int, list[str]]:
     """Kill two nodes `most` times until both have completed; returns the number of kills that hit, and the problems."""
     place, hit = f"s3://rlhf/{folder.name}", 0
-    proxy.choose = _fault(dice.random())
+    proxy.choose = drawn_faults(RATES, dice.random())
     nodes = {name: Node(folder, name, place) for name in CLOCKS}
     runs = {name: node.start() for name, node in nodes.items()}
     while hit < most and any(run.process.poll() is None for run in runs.values()):
@@ -154,17 +149,6 @@ def _problems(folder: Path, place: str, twin: Mapping[str, StageResult]) -> Iter
     store = ArtifactStore(store_root(place))
     yield from checks.differences(dict(checks.every_result(store)), twin)
     yield from (f"damaged object {damage.digest[:12]}: {damage.problem}" for damage in store.verify())
-
-
-def _fault(seed: float) -> Callable[[str], str]:
-    """A function that draws the fault of a request from its first line, "" for none."""
-    dice = random.Random(seed)
-
-    def draw(line: str) -> str:
-        fault = dice.choices([*RATES, ""], [*RATES.values(), 1.0])[0]
-        return fault if fault != "stale" or "list-type" in line else ""
-
-    return draw
 
 
 if __name__ == "__main__":

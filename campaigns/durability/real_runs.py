@@ -220,7 +220,7 @@ def killed(life: Life, run: Run, moment: Moment, *, alone: bool, kind: str = "")
     """Kill a run at a moment, with or without its descendants; records the kill and any survivors in `life`."""
     lives = reach(run, moment)
     if lives:
-        _kill(run, alone=alone)
+        kill(run, alone=alone)
     how: processes.End = "killed" if lives else finish(run)
     lingered = note_survivors(life)
     if lives:
@@ -230,7 +230,8 @@ def killed(life: Life, run: Run, moment: Moment, *, alone: bool, kind: str = "")
     return how
 
 
-def _kill(run: Run, *, alone: bool) -> None:
+def kill(run: Run, *, alone: bool) -> None:
+    """Kill the process of a run alone, or its whole family, and wait for the process to end."""
     if alone:
         run.process.kill()
     else:

@@ -1,10 +1,11 @@
 """A proxy before an HTTP server whose connections break: `choose` names the fault of each request."""
 
 import asyncio
+import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from urllib.parse import urlsplit
 
@@ -14,6 +15,17 @@ AFTER = ("lost", "cut", "empty", "stale")
 """Faults after it: no response, half of its body, its head alone, and for a listing an old response."""
 STALE_S = 3.0
 _ERRORS = {"503": b"HTTP/1.1 503 Slow Down\r\nContent-Length: 0\r\n\r\n", "500": b"HTTP/1.1 500 Internal\r\nContent-Length: 0\r\n\r\n"}  # fmt: skip
+
+
+def drawn_faults(rates: Mapping[str, float], seed: float) -> Callable[[str], str]:
+    """A function for `choose` that draws faults at these rates. Only listings can be stale."""
+    dice = random.Random(seed)
+
+    def choose(line: str) -> str:
+        drawn = dice.choices([*rates, ""], [*rates.values(), 1.0])[0]
+        return drawn if drawn != "stale" or "list-type" in line else ""
+
+    return choose
 
 
 class FaultyProxy:

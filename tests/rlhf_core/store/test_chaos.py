@@ -7,12 +7,11 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.support.faulty_proxy import faulty
+from tests.support.faulty_proxy import drawn_faults, faulty
 from tests.support.node_chaos import ROUND, TTL_S, expected
 from tests.support.object_servers import SERVERS, environment, running
 
@@ -102,16 +101,6 @@ class Chaos:
         assert found >= {f"HIT {number} {expected(number)}" for number in known}
 
 
-def choose(seed: int) -> Callable[[str], str]:
-    dice = random.Random(seed)
-
-    def fault(line: str) -> str:
-        drawn = dice.choices([*RATES, ""], [*RATES.values(), 1.0])[0]
-        return drawn if drawn != "stale" or "list-type" in line else ""
-
-    return fault
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kills", [6, pytest.param(100, marks=[pytest.mark.full, LONG])])
 def test_processes_that_are_stopped_and_killed_lose_no_result_and_replace_none(kills, tmp_path):
@@ -130,7 +119,7 @@ def test_so_do_nodes_that_share_a_bucket_whose_connections_break(server, kills, 
     with running(server, tmp_path) as address, faulty(address) as proxy:
         for name, value in environment(proxy.address).items():
             monkeypatch.setenv(name, value)
-        proxy.choose = choose(kills)
+        proxy.choose = drawn_faults(RATES, kills)
         chaos = Chaos("s3://rlhf/chaos", tmp_path, seed=kills)
         chaos.strike(kills)
         assert proxy.struck.keys() >= RATES.keys()
